@@ -1,0 +1,40 @@
+# `make demo` and `make test` do all set-up themselves: a Python 3.11 and make are enough.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -q -n 2
+
+.PHONY: demo test lint bench format venv clean
+
+demo: .venv/ready
+	$(BIN)/nafi demo
+
+test: lint
+	$(PYTEST)
+
+lint: .venv/ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/ready-dev
+	$(BIN)/python benchmarks/matching.py
+
+format: .venv/ready-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+venv: .venv/ready-dev
+
+clean:
+	rm -rf .venv
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nafi needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/ready-dev: .venv/ready
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

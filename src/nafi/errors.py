@@ -1,0 +1,13 @@
+"""Every error that nafi raises on purpose.
+
+Catching `NafiError` catches them all; each message names the culprit, what was found,
+what was expected and, where it is not obvious, what to do.
+"""
+
+
+class NafiError(Exception):
+    """Base of all errors raised on purpose by nafi."""
+
+
+class InputError(NafiError, ValueError):
+    """An argument cannot be used as it is."""

@@ -1,0 +1,1 @@
+"""Problems to run nafi on: where data come from, never how it is matched."""

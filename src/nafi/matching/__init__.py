@@ -1,0 +1,7 @@
+"""Bayesian matching of neurons: numpy and scipy only, knows nothing of networks."""
+
+from nafi.matching.api import match, match_path
+from nafi.matching.divergence import DIVERGENCES
+from nafi.matching.result import Matching, Sweep
+
+__all__ = ["DIVERGENCES", "Matching", "Sweep", "match", "match_path"]

@@ -1,0 +1,98 @@
+"""Columns of neuron vectors, sorted into blocks of equal precision.
+
+Hides: which columns share their precision in every model and in the prior, and where they went.
+Promises: whatever depends on precisions only is computed once per block instead of once per
+column, and a block wide enough for it gets a matrix product of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Index = npt.NDArray[np.intp]
+
+# Below this many columns a product of its own costs more than scaling the columns one by one.
+WIDE = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """A partition of D columns into B blocks, the widest block first.
+
+    order: (D,) the original column at each sorted position
+    sizes: (B,) columns per block, descending
+    """
+
+    order: Index
+    sizes: Index
+
+    @classmethod
+    def of_equal(cls, precisions: Array) -> Columns:
+        """Group the columns of a (models and prior) x D table that are equal in every row."""
+        width = precisions.shape[1]
+        if np.all(precisions == precisions[:, :1]):
+            return cls(np.arange(width), np.array([width]))
+        _, block, sizes = np.unique(precisions, axis=1, return_inverse=True, return_counts=True)
+        block = block.reshape(-1)  # numpy 2.0 returned it two-dimensional here
+        by_size = np.argsort(-sizes, kind="stable")
+        rank = np.empty_like(by_size)
+        rank[by_size] = np.arange(len(by_size))
+        return cls(np.argsort(rank[block], kind="stable"), sizes[by_size])
+
+    @cached_property
+    def starts(self) -> Index:
+        """(B,) the sorted position at which each block begins."""
+        return np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
+
+    @cached_property
+    def wide(self) -> tuple[slice, ...]:
+        """The sorted positions of each block that has its own matrix product."""
+        return tuple(
+            slice(int(start), int(start + size))
+            for start, size in zip(self.starts, self.sizes, strict=True)
+            if size >= WIDE
+        )
+
+    @cached_property
+    def narrow(self) -> slice:
+        """The sorted positions of all other columns; they share one product."""
+        return slice(self.wide[-1].stop if self.wide else 0, len(self.order))
+
+    def sort(self, values: Array) -> Array:
+        """(..., D) in the caller's order -> the same in sorted order."""
+        return values if len(self.sizes) == 1 else values[..., self.order]
+
+    def unsort(self, values: Array) -> Array:
+        """(..., D) in sorted order -> the caller's order."""
+        if len(self.sizes) == 1:
+            return values
+        restored = np.empty_like(values)
+        restored[..., self.order] = values
+        return restored
+
+    def sum_of_squares(self, values: Array) -> Array:
+        """(I, D) -> (I, B), squares added up within each block."""
+        sums = np.empty((len(values), len(self.sizes)))
+        for number, block in enumerate(self.wide):
+            sums[:, number] = np.einsum("id,id->i", values[:, block], values[:, block])
+        skip = len(self.wide)
+        if skip < len(self.sizes):
+            starts = self.starts[skip:] - self.narrow.start
+            sums[:, skip:] = np.add.reduceat(values[:, self.narrow] ** 2, starts, axis=1)
+        return sums
+
+    def spread(self, values: Array) -> Array:
+        """(..., B) -> something that broadcasts against (..., D)."""
+        if len(self.sizes) == 1:
+            return values
+        return np.repeat(values, self.sizes, axis=-1)
+
+    def spread_narrow(self, values: Array) -> Array:
+        """(..., B) -> one value per narrow column, the wide blocks left out."""
+        skip = len(self.wide)
+        return np.repeat(values[..., skip:], self.sizes[skip:], axis=-1)

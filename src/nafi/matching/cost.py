@@ -1,0 +1,78 @@
+"""The cost of giving a local neuron to a global one.
+
+Hides: which terms a method adds up. Promises: a `CostModel` states the costs of all pairs as
+quadratics, so that a matrix costs one product of the neurons however many terms it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from nafi.matching.columns import Array
+from nafi.matching.divergence import Divergence
+from nafi.matching.gaussian import Gaussian
+from nafi.matching.prior import BetaBernoulli
+from nafi.matching.problem import LocalModel, Problem
+from nafi.matching.quadratic import Quadratic
+
+
+class CostModel(Protocol):
+    """What `descent` needs to know about a method: one matrix of costs per pair of Gaussians."""
+
+    def __call__(self, posterior: Gaussian, model: LocalModel, products: Sequence[Array]) -> Array:
+        """(I, J) cost of giving neuron j of `model` to the global neuron i, popularity aside.
+
+        A new neuron is a global neuron whose posterior is still the prior.
+        """
+
+
+def evidence(posterior: Gaussian, precision: Array) -> Quadratic:
+    """`sum_d eta^2/P - (eta + t w)^2/(P + t)`, the data term of `pfnm_cost`.
+
+    posterior: I Gaussians; precision: (B,) of the observation, t.
+    Expanded: `eta^2 t/(P P') - 2 t/P' eta w - t^2/P' w^2` with `P' = P + t`.
+    """
+    before = posterior.precision
+    share = precision / (before + precision)
+    return Quadratic(np.zeros(len(before)), share / before, -2.0 * share, -share * precision)
+
+
+class EvidenceCost:
+    """PFNM: the change of the log posterior alone (`pfnm_cost`)."""
+
+    def __call__(self, posterior: Gaussian, model: LocalModel, products: Sequence[Array]) -> Array:
+        return evidence(posterior, model.precision).evaluate(posterior, model, products)
+
+
+class PenalisedCost:
+    """NAFI: `EvidenceCost` plus a penalty on how far the match moves the global neuron."""
+
+    def __init__(self, penalty: float, divergence: Divergence) -> None:
+        self.penalty = penalty
+        self.divergence = divergence
+
+    def __call__(self, posterior: Gaussian, model: LocalModel, products: Sequence[Array]) -> Array:
+        cost = evidence(posterior, model.precision)
+        moved = self.divergence.moved(posterior, model.precision)
+        if self.divergence.is_quadratic:
+            both = cost + moved.scaled(self.penalty)
+            return both.evaluate(posterior, model, products)
+        values = cost.evaluate(posterior, model, products)
+        total = moved.evaluate(posterior, model, products)
+        return values + self.penalty * self.divergence.link(total)
+
+
+def joint_objective(
+    problem: Problem, posterior: Gaussian, counts: Array, prior: BetaBernoulli
+) -> float:
+    """Twice the negative log posterior (`neg_log_pos`) of all assignments, up to a constant.
+
+    `-sum_i sum_d (eta_i^2/P_i - t0 m0^2)` plus the popularity term; no penalty, which belongs to
+    a step and not to a state.
+    """
+    start = (problem.prior.energy / problem.prior.precision).sum()
+    evidence_of_all = (posterior.energy / posterior.precision).sum() - len(counts) * start
+    return prior.negative_log_probability(counts) - float(evidence_of_all)

@@ -1,0 +1,36 @@
+"""Diagonal Gaussians in natural parameters.
+
+Hides: that precisions are stored once per block of columns.
+Promises: nothing is ever divided by an observation's precision, which may be 0; there is no
+field for a variance, so that the two cannot be mixed up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from nafi.matching.columns import Array, Columns
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """I independent Gaussians over D columns, N(eta / precision, 1 / precision).
+
+    eta: (I, D) precision times mean
+    precision: (I, B) one per block of columns, positive
+    """
+
+    eta: Array
+    precision: Array
+    columns: Columns
+
+    @property
+    def mean(self) -> Array:
+        """(I, D) the means, in sorted column order."""
+        return self.eta / self.columns.spread(self.precision)
+
+    @cached_property
+    def energy(self) -> Array:
+        """(I, B) squared norm of `eta` within each block."""
+        return self.columns.sum_of_squares(self.eta)

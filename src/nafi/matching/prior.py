@@ -1,0 +1,77 @@
+"""The Beta-Bernoulli process: what it costs to share a global neuron or to open a new one.
+
+Hides: the popularity terms and how many new neurons a model may open.
+Promises: costs on the scale of twice a negative log probability, as in `pfnm_cost`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import gammaln
+
+from nafi.errors import InputError
+from nafi.matching.columns import Array
+
+
+@dataclass(frozen=True)
+class BetaBernoulli:
+    """The popularity terms of the paper (`pfnm_cost`), for S models and the given mass."""
+
+    models: int
+    mass: float
+
+    def shared(self, counts: Array) -> Array:
+        """(I,) `2 log((S - n_i) / n_i)` for joining a neuron that n_i other models own."""
+        return 2.0 * np.log((self.models - counts) / counts)
+
+    def opened(self, count: int) -> Array:
+        """(count,) `2 log(k S / gamma)` for the k-th new neuron."""
+        cost: Array = 2.0 * np.log(np.arange(1, count + 1) * (self.models / self.mass))
+        return cost
+
+    def room(self, width: int, local: int) -> int:
+        """How many new neurons a model of `local` neurons may open beside `width` existing."""
+        return local
+
+    def negative_log_probability(self, counts: Array) -> float:
+        """Twice the negative log probability of all assignments, up to a constant.
+
+        `2 sum_i [ log S! - log (S-n_i)! - log (n_i-1)! - log gamma ]`. Adding a model changes it
+        by the sum of `shared` and of `opened` without their `log k`: the paper counts the orders
+        in which a model's new neurons can be numbered, which is no part of a joint probability.
+        """
+        total = gammaln(self.models + 1) - gammaln(self.models - counts + 1) - gammaln(counts)
+        return float(2.0 * np.sum(total - np.log(self.mass)))
+
+
+@dataclass(frozen=True)
+class PublicCodeBetaBernoulli(BetaBernoulli):
+    """What the public PFNM code computes instead of `pfnm_cost`.
+
+    It forgets the factor 2 for shared neurons, counts at most 10 owners, and opens new neurons
+    only up to a width of 700 (beyond it one at a time, or as many as the model cannot do without).
+    """
+
+    largest_count = 10
+    largest_width = 700
+
+    def shared(self, counts: Array) -> Array:
+        return super().shared(np.minimum(counts, self.largest_count)) / 2.0
+
+    def room(self, width: int, local: int) -> int:
+        return min(local, max(self.largest_width - width, local - width, 1))
+
+
+POPULARITY: dict[str, type[BetaBernoulli]] = {
+    "paper": BetaBernoulli,
+    "pfnm-code": PublicCodeBetaBernoulli,
+}
+
+
+def popularity_named(name: str, models: int, mass: float) -> BetaBernoulli:
+    """The popularity terms by their public name, the `compat` of `nafi.match`."""
+    if name not in POPULARITY:
+        raise InputError(f"compat: found {name!r}, expected one of {', '.join(POPULARITY)}")
+    return POPULARITY[name](models, mass)

@@ -1,0 +1,187 @@
+"""The input of a matching: S models' neurons and the prior, checked once.
+
+Hides: every way in which a caller may write precisions and priors, and all that can be wrong
+with them. Promises: float64 arrays of agreeing shapes, finite, with sorted columns; what does
+not fit raises `InputError` that names the model, what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Real
+
+import numpy as np
+import numpy.typing as npt
+
+from nafi.errors import InputError
+from nafi.matching.columns import Array, Columns
+from nafi.matching.gaussian import Gaussian
+
+
+@dataclass(frozen=True, eq=False)
+class LocalModel:
+    """The neurons that one model brings.
+
+    neurons: (J_s, D) in sorted column order
+    precision: (B,) the model's t_s, one per block of columns
+    squares: (J_s, B) squared norm of each neuron within each block
+    """
+
+    index: int
+    neurons: Array
+    precision: Array
+    squares: Array
+
+    @property
+    def width(self) -> int:
+        return len(self.neurons)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """S models and the prior N(m0, 1/t0) of a global neuron, all in sorted column order."""
+
+    models: tuple[LocalModel, ...]
+    prior: Gaussian
+    columns: Columns
+
+    @cached_property
+    def precisions(self) -> Array:
+        """(S, B) every model's precisions."""
+        return np.stack([model.precision for model in self.models])
+
+    @property
+    def widest(self) -> int:
+        return max(model.width for model in self.models)
+
+    @cached_property
+    def scratch(self) -> tuple[Array, Array]:
+        """Two buffers the size of the widest model's neurons, for whoever needs them briefly."""
+        shape = (self.widest, len(self.columns.order))
+        return np.empty(shape), np.empty(shape)
+
+
+def build_problem(
+    neurons: Sequence[npt.ArrayLike],
+    precisions: float | Sequence[npt.ArrayLike],
+    prior_mean: npt.ArrayLike,
+    prior_precision: npt.ArrayLike,
+) -> Problem:
+    """Check everything and sort the columns; the only way to make a `Problem`."""
+    matrices = _neuron_matrices(neurons)
+    dimension = matrices[0].shape[1]
+    mean = _per_column(prior_mean, dimension, "prior_mean")
+    prior = _per_column(prior_precision, dimension, "prior_precision")
+    if np.any(prior <= 0):
+        at = int(np.argmax(prior <= 0))
+        raise InputError(
+            f"prior_precision: found {prior[at]:g} at column {at}, expected values above 0 "
+            "(a prior without precision leaves new neurons undefined)"
+        )
+    table = np.stack([prior, *_model_precisions(precisions, len(matrices), dimension)])
+    columns = Columns.of_equal(table)
+    per_block = columns.sort(table)[:, columns.starts]
+    models = []
+    for index, matrix in enumerate(matrices):
+        ordered = columns.sort(matrix)
+        squares = columns.sum_of_squares(ordered)
+        models.append(LocalModel(index, ordered, per_block[index + 1], squares))
+    natural = (columns.sort(prior) * columns.sort(mean))[None]
+    return Problem(tuple(models), Gaussian(natural, per_block[:1], columns), columns)
+
+
+def _neuron_matrices(neurons: Sequence[npt.ArrayLike]) -> list[Array]:
+    if not isinstance(neurons, Sequence) and not (
+        isinstance(neurons, np.ndarray) and neurons.ndim == 3
+    ):
+        raise InputError(
+            f"neurons: found {type(neurons).__name__}, expected a list of (J_s, D) arrays, "
+            "one per model"
+        )
+    if len(neurons) == 0:
+        raise InputError("neurons: found an empty list, expected at least one (J_s, D) array")
+    matrices = [_real_array(matrix, f"neurons of model {s}") for s, matrix in enumerate(neurons)]
+    dimension: int | None = None
+    for s, matrix in enumerate(matrices):
+        where = f"neurons of model {s}"
+        if matrix.ndim != 2:
+            raise InputError(
+                f"{where}: found an array of shape {matrix.shape}, expected two dimensions (J_s, D)"
+            )
+        if matrix.shape[0] == 0 or matrix.shape[1] == 0:
+            raise InputError(
+                f"{where}: found shape {matrix.shape}, expected at least one neuron and one column"
+            )
+        dimension = matrix.shape[1] if dimension is None else dimension
+        if matrix.shape[1] != dimension:
+            raise InputError(
+                f"{where}: found {matrix.shape[1]} columns, expected {dimension} as in model 0"
+            )
+        _require_finite(matrix, where)
+    return matrices
+
+
+def _model_precisions(
+    precisions: float | Sequence[npt.ArrayLike], count: int, dimension: int
+) -> list[Array]:
+    if isinstance(precisions, Real) or (
+        isinstance(precisions, np.ndarray) and precisions.ndim == 0
+    ):
+        given: list[npt.ArrayLike] = [float(precisions)] * count
+    else:
+        try:
+            given = list(precisions)  # type: ignore[arg-type]
+        except TypeError:
+            raise InputError(
+                f"precisions: found {type(precisions).__name__}, "
+                "expected a number or a list with one entry per model"
+            ) from None
+        if len(given) != count:
+            raise InputError(
+                f"precisions: found {len(given)} entries, expected a number or one entry for each "
+                f"of the {count} models (a scalar or a ({dimension},) array each)"
+            )
+    rows = [
+        _per_column(entry, dimension, f"precisions of model {s}") for s, entry in enumerate(given)
+    ]
+    for s, row in enumerate(rows):
+        if np.any(row < 0):
+            at = int(np.argmax(row < 0))
+            raise InputError(
+                f"precisions of model {s}: found {row[at]:g} at column {at}, expected values of at "
+                "least 0 (a precision is 1/variance; 0 means the model knows nothing there)"
+            )
+    return rows
+
+
+def _per_column(values: npt.ArrayLike, dimension: int, where: str) -> Array:
+    array = _real_array(values, where)
+    if array.ndim != 0 and array.shape != (dimension,):
+        raise InputError(
+            f"{where}: found shape {array.shape}, expected a number or shape ({dimension},)"
+        )
+    _require_finite(array, where)
+    return np.broadcast_to(array, (dimension,))
+
+
+def _real_array(values: npt.ArrayLike, where: str) -> Array:
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind not in "fiub":
+            raise TypeError(f"dtype {array.dtype}")
+        return array.astype(np.float64, copy=False)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{where}: expected real numbers in one array, but {error}") from None
+
+
+def _require_finite(array: Array, where: str) -> None:
+    finite = np.isfinite(array)
+    if not finite.all():
+        at = tuple(int(i) for i in np.argwhere(~finite)[0])
+        found = array[at]
+        raise InputError(
+            f"{where}: found {found} at {at if at else 'the value'} "
+            f"({int((~finite).sum())} such values), expected finite numbers"
+        )

@@ -1,0 +1,72 @@
+"""Inner products of global and local neurons, the bulk of all the work in a matching.
+
+Hides: whether they are multiplied out or added up from products known already.
+Promises: the same numbers either way, up to rounding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.sparse import csc_array
+
+from nafi.matching.columns import Array
+from nafi.matching.gaussian import Gaussian
+from nafi.matching.posterior import Posterior
+from nafi.matching.problem import LocalModel, Problem
+
+
+def direct_products(gaussian: Gaussian, model: LocalModel) -> list[Array]:
+    """For each wide block of columns the (I, J) products of `eta` and the neurons.
+
+    Cost: O(I J D) time, nothing kept.
+    """
+    return [gaussian.eta[:, block] @ model.neurons[:, block].T for block in gaussian.columns.wide]
+
+
+class GramProducts:
+    """The same, added up from the products of all N local neurons with each other.
+
+    `eta_i . w_j = t0 m0 . w_j + sum over members n of i of t_n w_n . w_j`: O(N J) a step once the
+    N x N matrix is there, which pays when several descents share it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        widths = [model.width for model in problem.models]
+        owner = np.repeat(np.arange(len(widths)), widths)
+        everything = np.concatenate([model.neurons for model in problem.models])
+        self._offsets = np.concatenate([[0], np.cumsum(widths)])
+        self._gram: list[list[Array]] = []  # per model and wide block (N, J): t_n w_n . w_j
+        self._prior: list[list[Array]] = []  # per model and wide block (J,): t0 m0 . w_j
+        for model in problem.models:
+            self._gram.append([])
+            self._prior.append([])
+            for number, block in enumerate(problem.columns.wide):
+                gram = everything[:, block] @ model.neurons[:, block].T
+                gram *= problem.precisions[owner, number, None]
+                self._gram[-1].append(gram)
+                self._prior[-1].append(model.neurons[:, block] @ problem.prior.eta[0, block])
+
+    @staticmethod
+    def bytes_needed(problem: Problem) -> int:
+        """What the matrices take."""
+        return 8 * sum(m.width for m in problem.models) ** 2 * len(problem.columns.wide)
+
+    def __call__(self, posterior: Posterior, slots: int, model: LocalModel) -> list[Array]:
+        """As `direct_products` for the global neurons in the first so many slots."""
+        members = self._members(posterior, slots)
+        return [
+            members @ gram + prior
+            for gram, prior in zip(self._gram[model.index], self._prior[model.index], strict=True)
+        ]
+
+    def _members(self, posterior: Posterior, slots: int) -> csc_array:
+        """(slots, N) 1 where local neuron n belongs to the global neuron in a slot."""
+        row = np.zeros(self._offsets[-1], dtype=np.intp)
+        present = np.zeros(self._offsets[-1])
+        for s, assigned in enumerate(posterior.assignments):
+            if assigned is not None:
+                own = slice(self._offsets[s], self._offsets[s + 1])
+                row[own] = assigned
+                present[own] = 1.0
+        starts = np.arange(self._offsets[-1] + 1)
+        return csc_array((present, row, starts), shape=(slots, self._offsets[-1]))

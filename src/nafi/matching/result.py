@@ -1,0 +1,73 @@
+"""What a matching found.
+
+Hides: nothing; plain arrays in the caller's column order. Promises: enough to rebuild everything
+else, and a summary worth printing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nafi.matching.columns import Array, Index
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The state after one pass over the models; the first is that of placing them.
+
+    objective: twice the negative log posterior (`neg_log_pos`), up to a constant
+    width: global neurons
+    changed: local neurons that went to another global neuron in this pass
+    """
+
+    objective: float
+    width: int
+    changed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Matching:
+    """Which local neurons are the same global neuron, and what that neuron is.
+
+    assignments: per model s a (J_s,) array, the global neuron of each local one
+    means, precisions: (J, D) the posterior of each global neuron (`Gauss_conj`)
+    counts: (J,) how many models own each global neuron
+    history: one `Sweep` for placing the models and one for each pass after it
+    converged: whether no model would change its assignment given all others
+    """
+
+    assignments: tuple[Index, ...]
+    means: Array
+    precisions: Array
+    counts: Index
+    history: tuple[Sweep, ...]
+    converged: bool
+
+    @property
+    def width(self) -> int:
+        """The number of global neurons, J."""
+        return len(self.counts)
+
+    def owners(self) -> Index:
+        """(J, S) the local index of each global neuron in each model, -1 where it has none."""
+        table = np.full((self.width, len(self.assignments)), -1, dtype=np.intp)
+        for s, assigned in enumerate(self.assignments):
+            table[assigned, s] = np.arange(len(assigned))
+        return table
+
+    def __str__(self) -> str:
+        locals_ = [len(assigned) for assigned in self.assignments]
+        alone = int(np.count_nonzero(self.counts == 1))
+        everywhere = int(np.count_nonzero(self.counts == len(locals_)))
+        passes = len(self.history) - 1
+        state = "settled" if self.converged else "not settled"
+        return (
+            f"{sum(locals_)} neurons of {len(locals_)} models -> {self.width} global neurons "
+            f"({self.width / max(locals_):.2f}x the widest model)\n"
+            f"owned by one model: {alone}, by all: {everywhere}, "
+            f"mean owners {self.counts.mean():.1f}\n"
+            f"{state} after {passes} sweep{'' if passes == 1 else 's'}, "
+            f"objective {self.history[-1].objective:.6g}"
+        )
