@@ -51,3 +51,65 @@ def test_unknown_command_and_version() -> None:
     assert run("demoo").returncode == 2
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, f"nafi {nafi.__version__}\n")
+
+
+def write_network(folder: Path) -> None:
+    (folder / "networks.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def lenet():\n"
+        "    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))\n"
+        "def broken():\n    raise RuntimeError('no weights here')\n"
+        "def number():\n    return 3\n"
+        "def odd():\n"
+        "    class Odd(nn.Module):\n"
+        "        def __init__(self):\n"
+        "            super().__init__()\n"
+        "            self.one, self.two = nn.Linear(4, 6), nn.Linear(4, 2)\n"
+        "        def forward(self, x):\n"
+        "            return self.two(torch.fft.rfft(self.one(x)).real)\n"
+        "    return Odd()\n"
+    )
+
+
+def test_inspect_prints_groups_for_people_and_machines(tmp_path: Path) -> None:
+    write_network(tmp_path)
+    arguments = ["inspect", "--model", "networks:lenet", "--input-shape", "1,8,8"]
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Neuron groups of networks:lenet" in done.stdout
+    assert "model output" in done.stdout
+    assert "99.4% of all parameters" in done.stdout
+    data = json.loads(run(*arguments, "--json", cwd=tmp_path).stdout)
+    assert data["groups"] == {"0": {"width": 4, "parent": None, "rigid": None}}
+    assert data["axes"]["3.weight"] == [[[3]], [["0", 36]]]
+    assert abs(data["coverage"] - (36 + 4 + 432) / (36 + 4 + 432 + 3)) < 1e-9
+
+
+def test_inspect_takes_example_inputs_from_the_module_and_warns_of_gaps(tmp_path: Path) -> None:
+    write_network(tmp_path)
+    with (tmp_path / "networks.py").open("a") as file:
+        file.write("def example_inputs():\n    return (torch.zeros(2, 4),)\n")
+    done = run("inspect", "--model", "networks:odd", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("nafi: no rule for fft_rfft")
+    assert "one.weight axis 0" in done.stderr
+
+
+def test_inspect_says_what_is_wrong_with_the_model(tmp_path: Path) -> None:
+    write_network(tmp_path)
+    shape = ["--input-shape", "1,8,8"]
+    for arguments, words in [
+        (["networks"], "expected package.module:factory"),
+        (["nowhere:net"], "cannot import nowhere"),
+        (["networks:lent", *shape], "networks has no function or class 'lent'"),
+        (["networks:broken", *shape], "networks:broken() failed: RuntimeError: no weights here"),
+        (["networks:number", *shape], "returned int, expected nn.Module"),
+        (["networks:lenet"], "--input-shape 3,32,32"),
+        (["networks:lenet", "--input-shape", "1,x"], "found '1,x'"),
+        (["networks:lenet", "--input-shape", "1,9,9"], "does not run on the example inputs"),
+    ]:
+        done = run("inspect", "--model", *arguments, cwd=tmp_path)
+        assert done.returncode == 2, words
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert "Traceback" not in done.stderr

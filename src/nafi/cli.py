@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +49,38 @@ def _root(
     ] = False,
 ) -> None:
     """Fuse neural networks that were trained apart into one."""
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Option(help="package.module:factory, called without arguments.")],
+    input_shape: Annotated[
+        list[str] | None,
+        typer.Option(help="An input without its batch, like 3,32,32; once per input."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show the neuron groups of a network: which axes of its parameters belong together."""
+    from nafi.factories import load_factory, resolve_inputs
+    from nafi.graph import groups
+    from nafi.reports.spec import spec_json, spec_tables
+
+    network, example_inputs = load_factory(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spec = groups(network, resolve_inputs(input_shape or [], example_inputs))
+    for warning in dict.fromkeys(
+        str(w.message) for w in caught if w.category.__name__ == "SpecWarning"
+    ):
+        Console(stderr=True).print(f"nafi: {warning}", markup=False, soft_wrap=True)
+    coverage = spec.coverage(network.state_dict())
+    if as_json:
+        typer.echo(json.dumps(spec_json(spec, coverage), indent=2))
+        return
+    console = Console()
+    for table in spec_tables(spec, title=model):
+        console.print(table)
+    console.print(f"{coverage:.1%} of all parameters lie in tensors with at least one group")
 
 
 @app.command()

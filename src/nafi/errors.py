@@ -11,3 +11,7 @@ class NafiError(Exception):
 
 class InputError(NafiError, ValueError):
     """An argument cannot be used as it is."""
+
+
+class SpecError(NafiError):
+    """A network cannot be analysed, or a specification does not fit it."""

@@ -1,0 +1,75 @@
+"""Networks by name: `package.module:factory`.
+
+Hides: importing a user's code. Promises: an `nn.Module` and example inputs, or an error of one line
+that says which part of the name, the import or the call went wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nafi.errors import InputError
+
+
+def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
+    """Call the factory; also return `example_inputs` of its module, if there is one."""
+    module_name, _, factory_name = name.partition(":")
+    if not module_name or not factory_name:
+        raise InputError(f"--model: found {name!r}, expected package.module:factory")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InputError(
+            f"--model: cannot import {module_name}: {type(error).__name__}: {error} (it is looked "
+            "for in the current folder and among installed packages)"
+        ) from error
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        raise InputError(f"--model: {module_name} has no function or class {factory_name!r}")
+    try:
+        model = factory()
+    except Exception as error:
+        raise InputError(
+            f"--model: {name}() failed: {type(error).__name__}: {error}; the factory is called "
+            "without arguments"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"--model: {name}() returned {type(model).__name__}, expected nn.Module")
+    return model, getattr(module, "example_inputs", None)
+
+
+def resolve_inputs(
+    shapes: Sequence[str], example_inputs: Callable[[], Any] | None, batch: int = 2
+) -> tuple[Any, ...]:
+    """Zeros of the given shapes without their batch dimension, or what `example_inputs` returns."""
+    if shapes:
+        return tuple(torch.zeros(batch, *_shape(text)) for text in shapes)
+    if example_inputs is None:
+        raise InputError(
+            "the network's inputs are unknown: give --input-shape 3,32,32 (without the batch), or "
+            "write a function example_inputs() beside the factory"
+        )
+    try:
+        inputs = example_inputs()
+    except Exception as error:
+        raise InputError(f"example_inputs() failed: {type(error).__name__}: {error}") from error
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+
+
+def _shape(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"--input-shape: found {text!r}, expected sizes like 3,32,32")
+    return sizes

@@ -1,0 +1,115 @@
+"""Batch normalisation folded into the layer before it, and put back.
+
+Hides: how scale and shift become weights and biases. Promises: in eval mode the folded network
+computes what it did (Appendix E of the paper), and so does one whose normalisation was put back.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from nafi.errors import SpecError
+from nafi.graph.spec import ModelSpec
+
+_ONE_DIMENSIONAL = (nn.Linear, nn.Conv1d, nn.ConvTranspose1d)
+_THREE_DIMENSIONAL = (nn.Conv3d, nn.ConvTranspose3d)
+
+
+def fold_batchnorm(model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, ModelSpec]:
+    """A copy with every batch normalisation that directly follows a layer folded into it.
+
+    `W' = W gamma / sqrt(var + eps)`, `b' = (b - mean) gamma / sqrt(var + eps) + beta`, with the
+    running statistics; a bias is made where there was none. Returns the network and its spec;
+    a normalisation that follows no layer (spec.batchnorms lists those that do) stays.
+    """
+    twin = copy.deepcopy(model)
+    axes = dict(spec.axes)
+    dropped: set[str] = set()
+    for layer_name, norm_name in spec.batchnorms:
+        layer, norm = twin.get_submodule(layer_name), twin.get_submodule(norm_name)
+        if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            raise SpecError(f"{norm_name}: found {type(norm).__name__}, expected a BatchNorm")
+        _fold(layer, norm)
+        _replace(twin, norm_name, nn.Identity())
+        axes[f"{layer_name}.bias"] = (axes[f"{norm_name}.running_mean"][0],)
+        dropped |= {name for name in spec.axes if name.rpartition(".")[0] == norm_name}
+    order = [name for name in twin.state_dict() if name not in spec.aliases]
+    return twin, replace(
+        spec,
+        axes={name: axes[name] for name in order},
+        pinned=tuple(p for p in spec.pinned if p.tensor not in dropped),
+        batchnorms=(),
+        folded=(*spec.folded, *spec.batchnorms),
+    )
+
+
+def attach_batchnorm(model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, ModelSpec]:
+    """A copy with an identity in place of every folded normalisation, so that training can go on.
+
+    Mean 0, variance 1 - eps, scale 1, shift 0: nothing changes in eval mode.
+    """
+    twin = copy.deepcopy(model)
+    axes = dict(spec.axes)
+    for layer_name, norm_name in spec.folded:
+        layer = twin.get_submodule(layer_name)
+        bias = getattr(layer, "bias", None)
+        if not isinstance(bias, Tensor):
+            raise SpecError(f"{layer_name} has no bias, so nothing was folded into it")
+        norm = _identity_norm(layer, bias)
+        _replace(twin, norm_name, norm)
+        for name, tensor in norm.state_dict().items():
+            axes[f"{norm_name}.{name}"] = axes[f"{layer_name}.bias"] if tensor.ndim else ()
+    order = [name for name in twin.state_dict() if name not in spec.aliases]
+    return twin, replace(
+        spec, axes={name: axes[name] for name in order}, batchnorms=spec.folded, folded=()
+    )
+
+
+def _fold(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm) -> None:
+    weight, bias = layer.weight, layer.bias
+    mean, variance = norm.running_mean, norm.running_var
+    if not (
+        isinstance(weight, Tensor) and isinstance(mean, Tensor) and isinstance(variance, Tensor)
+    ):
+        raise SpecError(f"{type(norm).__name__} without running statistics cannot be folded")
+    # In double: the statistics may span many orders of magnitude.
+    scale = (variance.double() + norm.eps).rsqrt()
+    scale = scale * norm.weight.double() if norm.weight is not None else scale
+    shift = norm.bias.double() if norm.bias is not None else torch.zeros_like(scale)
+    before = bias.double() if isinstance(bias, Tensor) else torch.zeros_like(scale)
+    with torch.no_grad():
+        folded = (before - mean.double()) * scale + shift
+        weight.copy_(_scaled_outputs(layer, weight.double(), scale))
+        layer.bias = nn.Parameter(folded.to(weight.dtype), weight.requires_grad)
+
+
+def _scaled_outputs(layer: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
+    """Each output of the layer times its factor."""
+    if getattr(layer, "transposed", False):
+        groups = int(layer.groups)  # type: ignore[arg-type]
+        grouped = weight.reshape(groups, -1, *weight.shape[1:])
+        factor = scale.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
+        return (grouped * factor).reshape(weight.shape)
+    return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+
+
+def _identity_norm(layer: nn.Module, like: Tensor) -> nn.modules.batchnorm._BatchNorm:
+    kind: type[nn.modules.batchnorm._BatchNorm] = nn.BatchNorm2d
+    if isinstance(layer, _ONE_DIMENSIONAL):
+        kind = nn.BatchNorm1d
+    elif isinstance(layer, _THREE_DIMENSIONAL):
+        kind = nn.BatchNorm3d
+    norm = kind(len(like), device=like.device, dtype=like.dtype)
+    assert norm.running_var is not None
+    norm.running_var.sub_(norm.eps)
+    norm.train(layer.training)
+    return norm
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)

@@ -1,0 +1,318 @@
+"""From a network to its neuron groups.
+
+Hides: the walk over the traced operations, and how atoms become named groups.
+Promises: a `ModelSpec` that holds for the network (the self-test has seen it), with inputs and
+outputs left alone and a warning for every parameter that an operation without a rule pinned.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from nafi.graph import atoms
+from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, pin_axis, resolve
+from nafi.graph.check import check_spec
+from nafi.graph.rules import KEEPS_STACKS, Call, Findings, Value, apply
+from nafi.graph.spec import (
+    Axis,
+    Factor,
+    ModelSpec,
+    NeuronGroup,
+    Pinned,
+    Place,
+    Segment,
+    merge_fixed,
+)
+from nafi.graph.trace import Inputs, Op, Trace, trace
+
+_FOLDABLE = {"conv1d", "conv2d", "conv3d", "linear"} | {f"conv_transpose{d}d" for d in (1, 2, 3)}
+
+
+class SpecWarning(UserWarning):
+    """Something could be left unmatched that a better rule would match."""
+
+
+def groups(model: nn.Module, example_inputs: Inputs, *, check: bool = True) -> ModelSpec:
+    """Find which axes of the parameters and buffers carry the same neurons.
+
+    model: any module that torch.export can trace; left unchanged
+    example_inputs: the arguments of its forward, as a tuple; only their shapes matter
+    check: permute every group at random in float64 and compare the outputs (`check_spec`)
+    """
+    traced = trace(model, example_inputs)
+    spec = replace(_Walk(model, traced).spec(), example_inputs=tuple(example_inputs))
+    _warn_of_gaps(spec)
+    if check:
+        check_spec(model, example_inputs, spec)
+    return spec
+
+
+def _warn_of_gaps(spec: ModelSpec) -> None:
+    by_op: dict[str, list[str]] = {}
+    for pin in spec.pinned:
+        if pin.op is not None:
+            by_op.setdefault(pin.reason, []).append(f"{pin.tensor} axis {pin.axis}")
+    for reason, places in by_op.items():
+        shown = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+        warnings.warn(f"{reason}: left unmatched {shown}", SpecWarning, stacklevel=3)
+
+
+def sized_ops(
+    model: nn.Module, example_inputs: Inputs, names: Collection[str]
+) -> list[tuple[Op, int, str]]:
+    """Operations that were given a size, in numbers, for an axis with one of these groups.
+
+    Returns (operation, size, group); the size may be written in the code or computed by it.
+    """
+    walk = _Walk(model, trace(model, example_inputs))
+    walk.spec()
+    found = []
+    for op in walk.traced.ops:
+        sizes = next((op.arguments[k] for k in ("size", "shape") if k in op.arguments), None)
+        value = walk.values.get(op.node)
+        if not isinstance(sizes, list | tuple) or not isinstance(value, Value):
+            continue
+        for size, axis in zip(sizes, value.axes, strict=False):
+            held = {walk.names.get(atom) for atom in atoms_of([axis])}
+            group = next((name for name in names if name in held), None)
+            if isinstance(size, int) and size > 0 and group is not None:
+                found.append((op, size, group))
+    return found
+
+
+class _Walk:
+    """One pass over the operations, then a reading of what was learnt."""
+
+    def __init__(self, model: nn.Module, traced: Trace) -> None:
+        self.traced = traced
+        self.findings = Findings()
+        self.names: dict[Atom, str] = {}
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.tensors: dict[str, Value] = {}
+        for name, tensor in model.state_dict().items():
+            if name not in traced.aliases:
+                self.tensors[name] = Value([fresh(n) for n in tensor.shape], source=name)
+        for node, name in traced.tensors.items():
+            self.values[node] = self.tensors[name]
+        for node in traced.inputs:
+            self.values[node] = _fixed_value(node, Pin("model input"))
+        for op in traced.ops:
+            self._apply(op)
+        for node in traced.outputs:
+            self._pin_output(self.values.get(node))
+
+    def _apply(self, op: Op) -> None:
+        arguments = {name: self._lift(value) for name, value in op.arguments.items()}
+        call = Call(op, arguments, self.findings)
+        if op.name not in KEEPS_STACKS:
+            for value in call.values():
+                if value.stack is not None:
+                    value.stack.join()
+        results = apply(call)
+        many = isinstance(op.node.meta.get("val"), list | tuple)
+        self.values[op.node] = results if many else results[0] if results else None
+
+    def _lift(self, argument: Any) -> Any:
+        """Nodes become values, also within lists."""
+        if isinstance(argument, torch.fx.Node):
+            return self.values[argument]
+        if isinstance(argument, list | tuple):
+            return [self._lift(item) for item in argument]
+        return argument
+
+    def _pin_output(self, value: Any) -> None:
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Value):
+                if part.stack is not None:
+                    part.stack.join()
+                for axis in part.axes:
+                    pin_axis(axis, Pin("model output"))
+
+    # ------------------------------------------------------------------ reading the result
+
+    def spec(self) -> ModelSpec:
+        order = self._data_flow()
+        members = self._free_atoms(order)
+        names = self.names = self._names(members)
+        rigid = {atom: why for axis, why in self.findings.rigid for atom in atoms_of([axis])}
+        parents = self._parents(members)
+        groups = {
+            names[atom]: NeuronGroup(
+                names[atom],
+                atom.size,
+                names[parents[atom]] if atom in parents else None,
+                rigid.get(atom),
+            )
+            for atom in members
+        }
+        axes = {
+            name: tuple(_spec_axis(axis, names) for axis in value.axes)
+            for name, value in self.tensors.items()
+        }
+        consumed = {
+            (source, atom) for source, axis in self.findings.consumed for atom in atoms_of([axis])
+        }
+        places = frozenset(
+            Place(name, index)
+            for name, value in self.tensors.items()
+            for index, axis in enumerate(value.axes)
+            if any((name, atom) in consumed for atom in atoms_of([axis]))
+        )
+        return ModelSpec(
+            groups,
+            axes,
+            places,
+            self._pinned(names),
+            self._batchnorms(),
+            aliases=self.traced.aliases,
+        )
+
+    def _data_flow(self) -> list[Atom]:
+        """Every atom in the order of the first operation that has it, in a tensor or its result."""
+        seen: dict[Atom, None] = {}
+        for op in self.traced.ops:
+            read = [self.values[n] for n in op.node.all_input_nodes if n in self.traced.tensors]
+            made = self.values.get(op.node)
+            for value in [*read, *(made if isinstance(made, list) else [made])]:
+                for axis in value.axes if isinstance(value, Value) else []:
+                    for segment in resolve(axis):
+                        seen.update(dict.fromkeys(segment))
+        return list(seen)
+
+    def _free_atoms(self, order: list[Atom]) -> list[Atom]:
+        """Atoms that may be permuted and that some used tensor has."""
+        used = set(self._used_in_order())
+        in_tensors: set[Atom] = set()
+        for name, value in self.tensors.items():
+            if name in used:
+                in_tensors |= atoms_of(value.axes)
+            else:
+                for axis in value.axes:
+                    pin_axis(axis, Pin("the network does not use it"))
+        return [atom for atom in order if atom in in_tensors and atom.pinned is None]
+
+    def _names(self, members: list[Atom]) -> dict[Atom, str]:
+        """After the layer that makes the neurons; several groups of one layer are numbered."""
+        names: dict[Atom, str] = {}
+        taken: set[str] = set()
+        consumed = {
+            (source, atom) for source, axis in self.findings.consumed for atom in atoms_of([axis])
+        }
+        held = [(name, atoms_of(self.tensors[name].axes)) for name in self._used_in_order()]
+        matrices = {name for name, v in self.tensors.items() if sum(n > 1 for n in v.shape) > 1}
+        for atom in members:
+            holders = [name for name, found in held if atom in found]
+            made = [name for name in holders if (name, atom) not in consumed] or holders
+            first = next((name for name in made if name in matrices), made[0])
+            base = first.rpartition(".")[0] or first
+            name, number = base, 2
+            while name in taken:
+                name, number = f"{base}/{number}", number + 1
+            names[atom] = name
+            taken.add(name)
+        return names
+
+    def _used_in_order(self) -> list[str]:
+        """The tensors in the order in which operations first use them."""
+        used: dict[str, None] = {}
+        for op in self.traced.ops:
+            for node in op.node.all_input_nodes:
+                if node in self.traced.tensors:
+                    used[self.traced.tensors[node]] = None
+        return list(used)
+
+    def _parents(self, members: list[Atom]) -> dict[Atom, Atom]:
+        """Groups that appear nowhere without another one have an order within each of its members.
+
+        Wherever the outer axis is summed out while the inner one stays, all members must agree on
+        one order; such tensors, also those inside an operation, are among the ones looked at.
+        """
+        free = set(members)
+        tensors = [value.axes for value in self.tensors.values()] + self.findings.reduced
+        for value in self.values.values():
+            parts = value if isinstance(value, list) else [value]
+            tensors += [part.axes for part in parts if isinstance(part, Value)]
+        together: dict[Atom, set[Atom]] = {}
+        for axes in tensors:
+            for block in product(*(resolve(axis) for axis in axes)):
+                present = {atom for segment in block for atom in segment} & free
+                for atom in present:
+                    together[atom] = together.get(atom, present) & present
+        parents: dict[Atom, Atom] = {}
+        for atom in members:
+            others = [o for o in members if o is not atom and o in together.get(atom, set())]
+            outer = [o for o in others if o not in parents and self._outside(o, atom, together)]
+            if outer and atom not in parents.values():
+                parents[atom] = outer[0]
+        return parents
+
+    def _outside(self, outer: Atom, inner: Atom, together: dict[Atom, set[Atom]]) -> bool:
+        """Whether `outer` can be the parent: it also occurs alone, or stands further outside."""
+        if inner not in together[outer]:
+            return True
+        for value in self.tensors.values():
+            flat = [atom for axis in value.axes for segment in resolve(axis) for atom in segment]
+            if outer in flat and inner in flat:
+                return flat.index(outer) < flat.index(inner)
+        return False
+
+    def _pinned(self, names: dict[Atom, str]) -> tuple[Pinned, ...]:
+        found: dict[tuple[str, int, Pin], int] = {}
+        for name, value in self.tensors.items():
+            for index, axis in enumerate(value.axes):
+                for segment in resolve(axis):
+                    for atom in segment:
+                        if atom not in names:
+                            key = (name, index, atom.pinned or Pin("nothing depends on it"))
+                            found[key] = found.get(key, 0) + atom.size
+        return tuple(
+            Pinned(name, index, size, pin.reason, pin.op)
+            for (name, index, pin), size in found.items()
+        )
+
+    def _batchnorms(self) -> tuple[tuple[str, str], ...]:
+        """Batch normalisations that directly follow a layer which nothing else reads."""
+        pairs = []
+        for op in self.traced.ops:
+            if op.name != "batch_norm" or op.arguments.get("running_mean") is None:
+                continue
+            before = op.arguments["input"]
+            weight = before.kwargs.get("weight") or (before.args[1:2] or [None])[0]
+            made = getattr(before.target, "_schema", None)
+            name = made.name.split("::")[1] if made is not None else ""
+            mean = op.arguments["running_mean"]
+            nodes = (before, weight, mean)
+            if name in _FOLDABLE and all(
+                isinstance(node, torch.fx.Node) and len(node.users) == 1 for node in nodes
+            ):
+                layer, norm = self.traced.tensors.get(weight), self.traced.tensors.get(mean)
+                if layer is not None and norm is not None:
+                    pairs.append((layer.rpartition(".")[0], norm.rpartition(".")[0]))
+        return tuple(pairs)
+
+
+def _fixed_value(node: torch.fx.Node, pin: Pin) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return Value([fixed(int(n), pin) for n in value.shape])
+    return value
+
+
+def _spec_axis(axis: atoms.Axis, names: dict[Atom, str]) -> Axis:
+    """Segments with group names; neighbouring fixed stretches become one."""
+    segments: list[Segment] = []
+    for segment in resolve(axis):
+        factors: Sequence[Factor] = [names.get(atom, atom.size) for atom in segment]
+        merged = Segment(merge_fixed(list(factors)))
+        if segments and not merged.groups and not segments[-1].groups:
+            segments[-1] = Segment(merge_fixed([segments[-1].size({}) + merged.size({})]))
+        else:
+            segments.append(merged)
+    return tuple(segments)

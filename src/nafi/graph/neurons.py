@@ -1,0 +1,133 @@
+"""The neurons of one group as the rows of a matrix, and back.
+
+Hides: that a neuron's numbers are scattered over several tensors. Promises: `gather` and `scatter`
+are inverse to each other, and every column knows the tensor and the role that it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from nafi.graph.blocks import Block, blocks
+from nafi.graph.spec import Factor, ModelSpec, Place
+
+
+class Role(StrEnum):
+    """What a stretch of columns is to the neuron; also the order of the columns."""
+
+    INCOMING = "incoming"
+    BIAS = "bias"
+    OUTGOING = "outgoing"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns that come from one block of one tensor.
+
+    where: their place in the matrix
+    factors: what the columns are made of, the outermost first: groups and fixed sizes
+    rows: the dimensions of the unfolded block that the rows of the matrix are
+    """
+
+    tensor: str
+    role: Role
+    where: slice
+    factors: tuple[Factor, ...]
+    block: Block
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Neurons:
+    """One group's neurons.
+
+    matrix: (width, D); for a group with a parent (parent's width * width, D), the parent outside
+    """
+
+    group: str
+    matrix: Tensor
+    columns: tuple[Columns, ...]
+
+    def part(self, role: Role) -> Tensor:
+        """The columns of one role, side by side."""
+        parts = [self.matrix[:, c.where] for c in self.columns if c.role is role]
+        return torch.cat(parts, dim=1) if parts else self.matrix[:, :0]
+
+
+def gather(state: Mapping[str, Tensor], spec: ModelSpec, group: str) -> Neurons:
+    """Collect all that belongs to the neurons of a group: incoming, bias, outgoing columns.
+
+    A tensor that has the group on two axes (a layer that feeds itself) gives two stretches.
+    """
+    found = [
+        (role, name, block, rows)
+        for name in spec.tensors(group)
+        if state[name].is_floating_point()
+        for block in blocks(spec.axes[name], spec.widths)
+        for role, rows in _occurrences(spec, name, block, group)
+    ]
+    order = list(Role)
+    found.sort(key=lambda entry: order.index(entry[0]))
+    parts: list[Tensor] = []
+    columns: list[Columns] = []
+    start = 0
+    for role, name, block, rows in found:
+        part = _rows_first(block.unfold(state[name], spec.widths), rows)
+        rest = tuple(f for dim, f in enumerate(block.factors) if dim not in rows)
+        where = slice(start, start + part.shape[1])
+        start = where.stop
+        parts.append(part)
+        columns.append(Columns(name, role, where, rest, block, rows))
+    return Neurons(group, torch.cat(parts, dim=1), tuple(columns))
+
+
+def scatter(neurons: Neurons, state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """A copy of the state dict with the neurons written into it; the inverse of `gather`.
+
+    Where two stretches hold the same number, the incoming one counts.
+    """
+    touched = {columns.tensor for columns in neurons.columns}
+    result = {name: t.clone() if name in touched else t for name, t in state.items()}
+    for columns in reversed(neurons.columns):
+        unfolded = columns.block.unfold(result[columns.tensor], spec.widths)
+        rows = [unfolded.shape[dim] for dim in columns.rows]
+        rest = [n for dim, n in enumerate(unfolded.shape) if dim not in columns.rows]
+        part = neurons.matrix[:, columns.where].reshape(rows + rest)
+        back = part.movedim(list(range(len(rows))), list(columns.rows))
+        size = columns.block.size(spec.widths)
+        result[columns.tensor][columns.block.where] = back.reshape(size).to(unfolded.dtype)
+    return result | {other: result[name] for other, name in spec.aliases.items() if name in touched}
+
+
+def _occurrences(
+    spec: ModelSpec, tensor: str, block: Block, group: str
+) -> list[tuple[Role, tuple[int, ...]]]:
+    """Each dimension of a block that is the group, its role, and the dimensions of the rows."""
+    parent = spec.groups[group].parent
+    found = []
+    dim = 0
+    for axis, segment in enumerate(block.segments):
+        for factor in segment.factors:
+            if factor == group:
+                outside = (block.factors.index(parent),) if parent in block.factors else ()
+                rest = [f for d, f in enumerate(block.factors) if d != dim and d not in outside]
+                if Place(tensor, axis) in spec.consumed:
+                    role = Role.OUTGOING
+                else:
+                    role = Role.INCOMING if rest else Role.BIAS
+                found.append((role, (*outside, dim)))
+            dim += 1
+    return found
+
+
+def _rows_first(block: Tensor, rows: tuple[int, ...]) -> Tensor:
+    moved = block.movedim(list(rows), list(range(len(rows))))
+    count = 1
+    for dim in rows:
+        count *= block.shape[dim]
+    return moved.reshape(count, -1)

@@ -1,0 +1,92 @@
+"""Permuting the neurons of a network.
+
+Hides: where each group sits in which tensor. Promises: `permute` returns a network that computes
+the same function, its neurons in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from nafi.errors import SpecError
+from nafi.graph.blocks import transform
+from nafi.graph.spec import Factor, ModelSpec
+
+Permutations = Mapping[str, Tensor]
+
+
+def permute(model: nn.Module, spec: ModelSpec, permutations: Permutations) -> nn.Module:
+    """A copy of the network with neuron `permutations[group][i]` in place i of each group.
+
+    permutations: (width,) for a group; for one with a parent also (parent's width, width), where
+        row p belongs to the p-th member of the parent as the given network counts them.
+    """
+    twin = copy.deepcopy(model)
+    state = permute_state(dict(model.state_dict()), spec, permutations)
+    with torch.no_grad():
+        for name, tensor in twin.state_dict(keep_vars=True).items():
+            if name in state:
+                tensor.data.copy_(state[name])
+    return twin
+
+
+def permute_state(
+    state: Mapping[str, Tensor], spec: ModelSpec, permutations: Permutations
+) -> dict[str, Tensor]:
+    """The same for a state dict, which is left as it was; a shared tensor keeps all its names."""
+    spec.check_shapes(state)
+    known = {name: _checked(spec, name, order) for name, order in permutations.items()}
+
+    def change(block: Tensor, factors: tuple[Factor, ...]) -> Tensor:
+        found = [(dim, f) for dim, f in enumerate(factors) if isinstance(f, str) and f in known]
+        # Orders within a parent first: they are counted by its old positions.
+        for dim, name in found:
+            if known[name].ndim == 2:
+                parent = factors.index(str(spec.groups[name].parent))
+                block = _permute_within(block, dim, parent, known[name])
+        for dim, name in found:
+            if known[name].ndim == 1:
+                block = block.index_select(dim, known[name].to(block.device))
+        return block
+
+    result = {
+        name: transform(state[name], axes, spec.widths, change) for name, axes in spec.axes.items()
+    }
+    return result | {other: result[name] for other, name in spec.aliases.items()}
+
+
+def _permute_within(block: Tensor, dim: int, parent: int, orders: Tensor) -> Tensor:
+    """Another order along `dim` for each index along `parent`."""
+    shape = [1] * block.ndim
+    shape[parent], shape[dim] = orders.shape
+    index = (orders if parent < dim else orders.T).reshape(shape).to(block.device)
+    return torch.take_along_dim(block, index.expand(block.shape), dim)
+
+
+def _checked(spec: ModelSpec, name: str, order: Tensor) -> Tensor:
+    group = spec.group(name)
+    order = torch.as_tensor(order)
+    rows = order if order.ndim == 2 else order[None]
+    within = group.parent is not None and order.ndim == 2
+    fits = order.ndim == 1 or (within and len(rows) == spec.groups[str(group.parent)].width)
+    expected = torch.arange(group.width).expand(len(rows), -1)
+    if not fits or rows.shape[1] != group.width or not rows.sort(dim=1).values.equal(expected):
+        raise SpecError(
+            f"permutation of group {name}: expected each of 0..{group.width - 1} once, "
+            f"found shape {tuple(order.shape)} with values {order.flatten()[:8].tolist()}"
+        )
+    return order
+
+
+def random_permutations(spec: ModelSpec, generator: torch.Generator) -> dict[str, Tensor]:
+    """A random order for every group, its own within each member of a parent."""
+    orders = {}
+    for name, group in spec.groups.items():
+        rows = 1 if group.parent is None else spec.groups[group.parent].width
+        drawn = torch.stack([torch.randperm(group.width, generator=generator) for _ in range(rows)])
+        orders[name] = drawn[0] if group.parent is None else drawn
+    return orders

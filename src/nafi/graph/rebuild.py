@@ -1,0 +1,297 @@
+"""The same network at other widths.
+
+Hides: which attributes of which modules repeat a size that the tensors have already.
+Promises: a module that runs, trains, prints and exports like one that was made at these widths, or
+an error that names the line of the network's code that stands in the way; never a network whose
+code still assumes the old sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nafi.errors import SpecError
+from nafi.graph.blocks import transform
+from nafi.graph.check import difference, run, to_double
+from nafi.graph.groups import sized_ops
+from nafi.graph.spec import Factor, ModelSpec, Segment
+from nafi.graph.trace import Inputs
+
+TOLERANCE = 1e-6
+
+
+def rebuild(
+    model: nn.Module,
+    spec: ModelSpec,
+    widths: Mapping[str, int],
+    example_inputs: Inputs | None = None,
+) -> nn.Module:
+    """A copy of the network with some groups at other widths.
+
+    widths: group -> new width; groups not named keep theirs. Neurons are kept from the front, new
+        ones are zero (running variances one), so that widening a group that is not rigid leaves
+        the function as it was.
+    example_inputs: those of `groups`, which the spec remembers, unless others are given.
+    """
+    inputs = spec.example_inputs if example_inputs is None else example_inputs
+    if inputs is None:
+        raise SpecError("rebuild needs example_inputs to see that the new network runs")
+    new_spec = spec.resized(widths)
+    changed = [name for name, width in widths.items() if width != spec.groups[name].width]
+    state = resize_state(dict(model.state_dict()), spec, widths)
+    twin = load_resized(model, spec, new_spec, state)
+    if not changed:
+        return twin
+    trouble = _trouble(model, twin, spec, new_spec, inputs)
+    for level in (1, 2):
+        # Modules of the user's own remember sizes as well, such as a number of heads.
+        if trouble is not None and _adapt(twin, spec, new_spec, changed, level):
+            trouble = _trouble(model, twin, spec, new_spec, inputs)
+    if trouble is not None:
+        raise SpecError(_advice(model, changed, inputs, trouble))
+    return twin
+
+
+def resize_state(
+    state: Mapping[str, Tensor], spec: ModelSpec, widths: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """A state dict at other widths: neurons kept from the front, new ones zero."""
+    spec.check_shapes(state)
+    target = spec.resized(widths).widths
+    result = {}
+    for name, axes in spec.axes.items():
+        # A variance of zero would blow up what comes in.
+        filling = 1.0 if name.rpartition(".")[2] == "running_var" else 0.0
+        result[name] = transform(
+            state[name], axes, spec.widths, _resizer(target, filling), new_widths=target
+        )
+    return result | {other: result[name] for other, name in spec.aliases.items()}
+
+
+def _resizer(
+    target: Mapping[str, int], filling: float
+) -> Callable[[Tensor, tuple[Factor, ...]], Tensor]:
+    def change(block: Tensor, factors: tuple[Factor, ...]) -> Tensor:
+        shape = [target[f] if isinstance(f, str) else f for f in factors]
+        if list(block.shape) == shape:
+            return block
+        kept = [slice(min(old, new)) for old, new in zip(block.shape, shape, strict=True)]
+        grown = torch.full(shape, filling, dtype=block.dtype, device=block.device)
+        grown[tuple(kept)] = block[tuple(kept)]
+        return grown
+
+    return change
+
+
+def load_resized(
+    model: nn.Module, spec: ModelSpec, new_spec: ModelSpec, state: Mapping[str, Tensor]
+) -> nn.Module:
+    """A copy of the network with these tensors, whatever their sizes, and attributes to match."""
+    twin = copy.deepcopy(model)
+    made: dict[str, nn.Parameter] = {}
+    old = twin.state_dict(keep_vars=True)
+    owners = set()
+    for name in [*spec.axes, *spec.aliases]:
+        path, _, attribute = name.rpartition(".")
+        owner = twin.get_submodule(path)
+        owners.add(path)
+        if isinstance(old[name], nn.Parameter):
+            kept = spec.aliases.get(name, name)
+            if kept not in made:
+                made[kept] = nn.Parameter(state[kept].clone(), old[name].requires_grad)
+            setattr(owner, attribute, made[kept])
+        else:
+            setattr(owner, attribute, state[name].clone())
+    for path in sorted(owners):
+        _update_attributes(twin.get_submodule(path), path, spec, new_spec)
+    for path, module in twin.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            _update_attention(module, path, spec, new_spec)
+    return twin
+
+
+# --------------------------------------------------------------------------- module attributes
+
+
+def _update_attributes(module: nn.Module, path: str, spec: ModelSpec, new_spec: ModelSpec) -> None:
+    """Let the sizes that a module remembers agree with its tensors."""
+    weight: Any = getattr(module, "weight", None)
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+    match module:
+        case nn.Linear():
+            module.out_features, module.in_features = shape
+        case nn.Bilinear():
+            module.out_features, module.in1_features, module.in2_features = shape
+        case nn.modules.conv._ConvNd():
+            _update_convolution(module, path, spec, new_spec)
+        case nn.modules.batchnorm._NormBase():
+            sized = weight if isinstance(weight, Tensor) else module.running_mean
+            if isinstance(sized, Tensor):
+                module.num_features = len(sized)
+        case nn.LayerNorm() | nn.RMSNorm() if shape:
+            module.normalized_shape = shape
+        case nn.GroupNorm() if shape:
+            old = module.num_channels // module.num_groups
+            inner = _inner(spec, new_spec, f"{path}.weight", 0, old)
+            module.num_channels, module.num_groups = shape[0], shape[0] // inner
+        case nn.PReLU():
+            module.num_parameters = shape[0]
+        case nn.Embedding() | nn.EmbeddingBag():
+            module.num_embeddings, module.embedding_dim = shape
+        case nn.RNNBase():
+            _update_recurrent(module, path)
+        case _ if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+            # transformers' linear layer with transposed weights
+            for attribute, size in zip(("nx", "nf"), shape, strict=True):
+                setattr(module, attribute, size)
+
+
+def _inner(spec: ModelSpec, new_spec: ModelSpec, tensor: str, axis: int, old: int) -> int:
+    """The new size of what were the innermost `old` positions of an axis."""
+    for segment in spec.axes[tensor][axis]:
+        for cut in range(len(segment.factors) + 1):
+            tail = Segment(segment.factors[cut:])
+            if tail.size(spec.widths) == old:
+                return tail.size(new_spec.widths)
+    return old
+
+
+def _update_convolution(
+    module: nn.modules.conv._ConvNd, path: str, spec: ModelSpec, new_spec: ModelSpec
+) -> None:
+    whole, part = module.weight.shape[:2]
+    if module.groups > 1:
+        # Axis 0 is never divided by the groups: outputs, or the inputs of a transposed one.
+        channels = module.in_channels if module.transposed else module.out_channels
+        inner = _inner(spec, new_spec, f"{path}.weight", 0, channels // module.groups)
+        module.groups = whole // inner
+    read, written = (whole, part) if module.transposed else (part, whole)
+    module.in_channels = read if module.transposed else read * module.groups
+    module.out_channels = written * module.groups if module.transposed else written
+
+
+def _update_recurrent(module: nn.RNNBase, path: str) -> None:
+    weights = dict(module.named_parameters())
+    hidden = {w.shape[1] for name, w in weights.items() if name.startswith("weight_hh")}
+    if len(hidden) > 1:
+        raise SpecError(
+            f"{path}: {type(module).__name__} has one hidden_size for all layers and directions, "
+            f"found widths {sorted(hidden)}; give its groups the same width"
+        )
+    module.input_size = weights["weight_ih_l0"].shape[1]
+    module.hidden_size = hidden.pop()
+
+
+def _update_attention(
+    module: nn.MultiheadAttention, path: str, spec: ModelSpec, new_spec: ModelSpec
+) -> None:
+    width, inner = module.out_proj.weight.shape
+    if module.in_proj_weight is not None:
+        module.embed_dim = module.kdim = module.vdim = module.in_proj_weight.shape[1]
+    else:
+        module.embed_dim = module.q_proj_weight.shape[1]
+        module.kdim, module.vdim = module.k_proj_weight.shape[1], module.v_proj_weight.shape[1]
+    tensor = f"{path}.out_proj.weight".removeprefix(".")
+    module.head_dim = _inner(spec, new_spec, tensor, 1, module.head_dim)
+    module.num_heads = inner // module.head_dim
+    if not width == inner == module.embed_dim:
+        raise SpecError(
+            "nn.MultiheadAttention needs heads x head width = embedding = output width, found "
+            f"{inner}, {module.embed_dim} and {width} in {path}; change these groups together"
+        )
+
+
+def _adapt(
+    twin: nn.Module, spec: ModelSpec, new_spec: ModelSpec, changed: list[str], level: int
+) -> bool:
+    """Change what modules above the changed tensors remember of their sizes, if anything.
+
+    Sizes are recognised by their value; the caller sees whether the network then runs as it should.
+    """
+    sizes = _changed_sizes(spec, new_spec, changed)
+    paths = {tensor for group in changed for tensor in spec.tensors(group)}
+    for _ in range(level + 1):
+        paths = {path.rpartition(".")[0] for path in paths if path}
+    adapted = False
+    for path in paths:
+        module = twin.get_submodule(path)
+        for name, value in vars(module).items():
+            if type(value) is int and value in sizes and not _is_builtin(module):
+                setattr(module, name, sizes[value])
+                adapted = True
+    return adapted
+
+
+def _changed_sizes(spec: ModelSpec, new_spec: ModelSpec, changed: list[str]) -> dict[int, int]:
+    """Old size -> new size of every group, block and axis that changes and is not ambiguous."""
+    found: dict[int, set[int]] = {}
+    for group in changed:
+        for place in spec.places(group):
+            axis = spec.axes[place.tensor][place.axis]
+            pieces = [axis, *((segment,) for segment in axis)]
+            for segment in axis:
+                ends = range(len(segment.factors) + 1)
+                pieces += [(Segment(segment.factors[a:b]),) for a in ends for b in ends if a < b]
+            for piece in pieces:
+                old, new = (
+                    sum(part.size(widths) for part in piece)
+                    for widths in (spec.widths, new_spec.widths)
+                )
+                if old != new:
+                    found.setdefault(old, set()).add(new)
+    return {old: new.pop() for old, new in found.items() if len(new) == 1}
+
+
+def _is_builtin(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn")
+
+
+# ------------------------------------------------------------------------- seeing that it runs
+
+
+def _trouble(
+    model: nn.Module, twin: nn.Module, spec: ModelSpec, new_spec: ModelSpec, inputs: Inputs
+) -> str | None:
+    """What is wrong with the new network on the example inputs, if anything.
+
+    Cut back to the old widths, the new network must be the old one, for what was cut is zero; where
+    a rigid group changed, only shapes can be compared.
+    """
+    double = to_double(inputs)
+    rigid = any(
+        group.rigid and new_spec.groups[name].width != group.width
+        for name, group in spec.groups.items()
+    )
+    reference = copy.deepcopy(model).double().cpu()
+    if not rigid:
+        back = resize_state(dict(twin.state_dict()), new_spec, spec.widths)
+        reference.load_state_dict({name: tensor.cpu() for name, tensor in back.items()})
+    expected = run(reference, double)
+    try:
+        found = run(copy.deepcopy(twin).double().cpu(), double)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"fails: {lines[0] if lines else repr(error)}"
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        shapes = [[tuple(t.shape) for t in tensors] for tensors in (found, expected)]
+        return f"returns shapes {shapes[0]} instead of {shapes[1]}"
+    gap = difference(found, expected)
+    return None if rigid or gap <= TOLERANCE else f"computes something else (by {gap:.2g})"
+
+
+def _advice(model: nn.Module, changed: list[str], inputs: Inputs, trouble: str) -> str:
+    """Which lines of the network's code fix a size that should follow from the tensors."""
+    lines = [
+        f"{op.name} to a size with {size} (group {group}) in {op.source or op}"
+        for op, size, group in sized_ops(model, inputs, changed)
+    ]
+    text = f"at other widths of {', '.join(changed)} the network {trouble}."
+    if lines:
+        text += " Its code may fix a size: " + "; ".join(dict.fromkeys(lines)) + "."
+        text += " Write x.flatten(1), or view(x.size(0), -1), or take sizes from x.shape"
+    return text

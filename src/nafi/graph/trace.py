@@ -1,0 +1,191 @@
+"""A network as a list of operations with named arguments and known shapes.
+
+Hides: torch.export, its placeholders and its habit of leaving default arguments out.
+Promises: every operation in execution order, each argument under its schema name, and for every
+parameter and buffer the tensor of the module that it is.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from nafi.errors import SpecError
+
+Inputs = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    name: as in `aten::name`, without a trailing underscore of in-place variants
+    arguments: schema name -> constant, `torch.fx.Node`, or list of them
+    """
+
+    name: str
+    node: torch.fx.Node
+    arguments: Mapping[str, Any]
+    pointwise: bool
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each tensor that comes out."""
+        value = self.node.meta.get("val")
+        values = value if isinstance(value, list | tuple) else [value]
+        return [tuple(int(n) for n in v.shape) for v in values if isinstance(v, Tensor)]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.node.name})"
+
+    @property
+    def source(self) -> str | None:
+        """The line of the user's code that this came from."""
+        trace = self.node.meta.get("stack_trace")
+        lines = [line.strip() for line in trace.splitlines()] if trace else []
+        ours = [i for i, line in enumerate(lines) if line.startswith("File ")]
+        if not ours or ours[-1] + 1 >= len(lines):
+            return None
+        place = lines[ours[-1]].removeprefix("File ").split(", in ")[0].replace('"', "")
+        return f"`{lines[ours[-1] + 1]}` ({place})"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced network.
+
+    tensors: graph node -> name of the parameter or buffer it is; names of one tensor share a node
+    aliases: every name of a shared tensor -> the name that stands for all of them
+    inputs: nodes of the example inputs and of constants; outputs: nodes returned
+    """
+
+    ops: tuple[Op, ...]
+    tensors: Mapping[torch.fx.Node, str]
+    aliases: Mapping[str, str]
+    inputs: tuple[torch.fx.Node, ...]
+    outputs: tuple[torch.fx.Node, ...]
+
+
+def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
+    """Export the network in eval mode; the module is left as it was."""
+    program = _export(model, example_inputs)
+    aliases = shared_names(model)
+    state = dict(model.state_dict(keep_vars=True))
+    tensors: dict[torch.fx.Node, str] = {}
+    inputs = []
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        node = nodes.get(spec.arg.name)
+        if node is None:
+            continue
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target in state:
+            tensors[node] = aliases.get(spec.target, spec.target)
+        else:
+            inputs.append(node)
+    returned = {
+        spec.arg.name
+        for spec in program.graph_signature.output_specs
+        if spec.kind == OutputKind.USER_OUTPUT and hasattr(spec.arg, "name")
+    }
+    by_name = {node.name: node for node in program.graph.nodes}
+    outputs = tuple(by_name[name] for name in returned if name in by_name)
+    live = _live(program.graph.nodes, outputs)
+    ops = tuple(_op(node) for node in program.graph.nodes if node in live)
+    return Trace(ops, tensors, aliases, tuple(inputs), outputs)
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a tensor that has several -> the first of them."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        aliases[name] = first.setdefault(id(tensor), name)
+    return {name: kept for name, kept in aliases.items() if name != kept}
+
+
+def _live(nodes: Iterable[torch.fx.Node], outputs: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+    """The operations that outputs depend on, and whatever writes into its arguments."""
+    calls = [node for node in nodes if node.op == "call_function"]
+    live: set[torch.fx.Node] = set()
+    wanted = [*outputs, *(node for node in calls if _writes(node))]
+    while wanted:
+        node = wanted.pop()
+        if node.op == "call_function" and node not in live:
+            live.add(node)
+            wanted += node.all_input_nodes
+    return live
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode within the block; each submodule gets its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _export(model: nn.Module, example_inputs: Inputs) -> ExportedProgram:
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"expected an nn.Module, found {type(model).__name__}")
+    if isinstance(example_inputs, Tensor) or not isinstance(example_inputs, Sequence):
+        raise SpecError(
+            "example_inputs: expected a tuple of the arguments of the network's forward, "
+            f"found {type(example_inputs).__name__}; write (x,)"
+        )
+    with evaluating(model), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            model(*example_inputs)
+        except Exception as error:
+            raise SpecError(
+                f"{type(model).__name__} does not run on the example inputs: {_first_line(error)}"
+            ) from error
+        try:
+            return torch.export.export(model, tuple(example_inputs))
+        except Exception as error:
+            raise SpecError(
+                f"torch.export cannot trace {type(model).__name__}: {_first_line(error)}. Data "
+                "dependent control flow must go, or write the ModelSpec by hand"
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+def _op(node: torch.fx.Node) -> Op:
+    target: Any = node.target
+    if target is operator.getitem:
+        return Op("getitem", node, {"self": node.args[0], "index": node.args[1]}, False)
+    if not isinstance(target, torch._ops.OpOverload):
+        return Op(str(target), node, dict(enumerate(node.args)) | dict(node.kwargs), False)  # type: ignore[arg-type]
+    schema = target._schema
+    arguments: dict[str, Any] = {}
+    for position, argument in enumerate(schema.arguments):
+        if argument.name in node.kwargs:
+            arguments[argument.name] = node.kwargs[argument.name]
+        elif position < len(node.args):
+            arguments[argument.name] = node.args[position]
+        else:
+            arguments[argument.name] = argument.default_value
+    name = schema.name.split("::")[1]
+    name = name.rstrip("_") if not name.startswith("_") else name
+    return Op(name, node, arguments, torch.Tag.pointwise in target.tags)

@@ -1,0 +1,61 @@
+"""A network's neuron groups as tables for people and as data for machines.
+
+Hides: rich. Promises: every group with its width, block and places, and every pinned axis with
+its reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from nafi.graph.spec import ModelSpec
+
+# Axes that are inputs, outputs or positions are no news; they are summed up in one line.
+_SHOWN_PINS = 40
+
+
+def spec_tables(spec: ModelSpec, title: str) -> list[Table]:
+    """One table of groups; one of what stays in its order, if anything does."""
+    groups = Table(title=f"Neuron groups of {title}")
+    for heading in ["group", "width", "block", "tensors and axes", "note"]:
+        groups.add_column(heading, justify="right" if heading in ("width", "block") else "left")
+    for name, group in spec.groups.items():
+        note = f"within each of {group.parent}" if group.parent else ""
+        if group.rigid:
+            note = "; ".join(filter(None, [note, f"width fixed by {group.rigid}"]))
+        groups.add_row(name, str(group.width), _block(spec, name), _places(spec, name), note)
+    pinned = Table(title="Left in their order")
+    for heading in ["tensor", "axis", "size", "why"]:
+        pinned.add_column(heading, justify="right" if heading in ("axis", "size") else "left")
+    for pin in spec.pinned[:_SHOWN_PINS]:
+        pinned.add_row(pin.tensor, str(pin.axis), str(pin.size), pin.reason)
+    if len(spec.pinned) > _SHOWN_PINS:
+        pinned.add_row(f"and {len(spec.pinned) - _SHOWN_PINS} more (see --json)", "", "", "")
+    return [groups, pinned] if spec.pinned else [groups]
+
+
+def spec_json(spec: ModelSpec, coverage: float) -> dict[str, Any]:
+    """The spec as plain data, with the share of parameters that it covers."""
+    return spec.to_dict() | {"coverage": coverage}
+
+
+def _places(spec: ModelSpec, group: str) -> str:
+    """`conv1.weight[0] conv1.bias[0] conv2.weight[1]`, the axis in brackets."""
+    return " ".join(f"{place.tensor}[{place.axis}]" for place in spec.places(group))
+
+
+def _block(spec: ModelSpec, group: str) -> str:
+    """The largest stretch of an axis that one neuron takes."""
+    widths = spec.widths
+    largest = 1
+    for place in spec.places(group):
+        for segment in spec.axes[place.tensor][place.axis]:
+            if group in segment.factors:
+                inner = segment.factors[segment.factors.index(group) + 1 :]
+                size = 1
+                for factor in inner:
+                    size *= widths[factor] if isinstance(factor, str) else factor
+                largest = max(largest, size)
+    return str(largest)

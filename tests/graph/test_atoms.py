@@ -1,0 +1,93 @@
+"""Unification: what an axis falls into when it meets another one."""
+
+from __future__ import annotations
+
+from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, pin_axis, product, resolve, unify
+
+WHERE = Pin("test", "test")
+
+
+def sizes(axis) -> list[list[int]]:  # type: ignore[no-untyped-def]
+    return [[atom.size for atom in segment] for segment in resolve(axis)]
+
+
+def test_flattened_axis_takes_the_structure_of_its_parts() -> None:
+    channels, places, flat = fresh(16), fixed(25, Pin("places")), fresh(400)
+    unify(product(channels, places), flat, WHERE)
+    assert sizes(flat) == [[16, 25]]
+    assert resolve(flat)[0][0] is resolve(channels)[0][0]
+    assert resolve(flat)[0][0].pinned is None
+    assert resolve(flat)[0][1].pinned == Pin("places")
+
+
+def test_concatenations_cut_each_other() -> None:
+    one = fresh(5) + fresh(7)
+    two = fresh(9) + fresh(3)
+    unify(one, two, WHERE)
+    assert sizes(one) == sizes(two) == [[5], [4], [3]]
+    assert resolve(one)[1][0] is resolve(two)[1][0]
+
+
+def test_a_concatenation_of_flattened_maps() -> None:
+    maps = [product(fresh(4), fixed(6, Pin("places"))), product(fresh(5), fixed(6, Pin("places")))]
+    flat = fresh(54)
+    unify(maps[0] + maps[1], flat, WHERE)
+    assert sizes(flat) == [[4, 6], [5, 6]]
+
+
+def test_merged_batch_and_heads_come_apart_again() -> None:
+    batch, width = fixed(2, Pin("input")), fresh(12)
+    merged, inner = fresh(8), fresh(3)
+    unify(product(batch, width), product(merged, inner), WHERE)
+    assert sizes(merged) == [[2, 4]]
+    assert sizes(width) == [[4, 3]]
+    assert resolve(merged)[0][0].pinned == Pin("input")
+    assert resolve(merged)[0][1] is resolve(width)[0][0]
+    assert resolve(width)[0][0].pinned is None
+
+
+def test_three_equal_pieces_viewed_as_one_axis_become_the_same() -> None:
+    pieces = [fresh(4) for _ in range(3)]
+    outer, inner = fresh(3), fresh(4)
+    unify(pieces[0] + pieces[1] + pieces[2], product(outer, inner), WHERE)
+    assert len(atoms_of([*pieces, inner])) == 1
+    assert not atoms_of([outer])  # cut into single positions: nothing left to permute
+
+
+def test_what_does_not_fit_is_pinned_and_nothing_else() -> None:
+    four_by_six, three_by_eight, free = (
+        product(fresh(4), fresh(6)),
+        product(fresh(3), fresh(8)),
+        fresh(5),
+    )
+    unify(four_by_six, three_by_eight, WHERE)
+    assert all(atom.pinned == WHERE for atom in atoms_of([four_by_six, three_by_eight]))
+    assert all(atom.pinned is None for atom in atoms_of([free]))
+
+
+def test_a_pin_reaches_what_an_atom_falls_into_later() -> None:
+    axis = fresh(12)
+    pin_axis(axis, WHERE)
+    unify(axis, product(fresh(3), fresh(4)), WHERE)
+    assert sizes(axis) == [[3, 4]]
+    assert all(atom.pinned == WHERE for atom in atoms_of([axis]))
+
+
+def test_joining_keeps_the_pin_of_either() -> None:
+    for pinned_first in (True, False):
+        one, two = (
+            Atom(3, WHERE if pinned_first else None),
+            Atom(3, None if pinned_first else WHERE),
+        )
+        one.join(two)
+        assert one.pinned == two.pinned == WHERE
+
+
+def test_a_concatenation_inside_a_product_is_written_out() -> None:
+    outer, inner = fresh(2), fresh(3) + fresh(4)
+    flat = fresh(14)
+    unify(product(outer, inner), flat, WHERE)
+    assert sizes(flat) == [[3], [4], [3], [4]]
+    assert len(atoms_of([flat])) == 2
+    assert all(atom.pinned is None for atom in atoms_of([flat]))
+    assert all(atom.pinned is not None for atom in atoms_of([outer]))

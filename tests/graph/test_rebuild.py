@@ -1,0 +1,101 @@
+"""Rebuilding refuses what the network's code cannot do, with the line and what to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nafi
+from nafi.errors import SpecError
+from nafi.graph import rebuild
+from tests.graph import zoo
+
+
+def test_a_hard_coded_view_is_named_with_its_line() -> None:
+    model = zoo.LeNetHardCoded()
+    spec = nafi.groups(model, (torch.zeros(4, 3, 32, 32),))
+    with pytest.raises(SpecError) as caught:
+        rebuild(model, spec, {"conv2": 20})
+    message = str(caught.value)
+    assert "view to a size with 400 (group conv2)" in message
+    assert "zoo.py, line" in message
+    assert "x.flatten(1)" in message
+    assert rebuild(model, spec, {"conv1": 9, "fc1": 60}).conv1.out_channels == 9
+
+
+def test_a_batch_is_never_regrouped_in_silence() -> None:
+    """Nothing fails here: 2 x 400 numbers are as good as 4 x 200 to a mean over columns."""
+
+    class Regroups(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(5, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.one(x)).view(-1, 8).amax(dim=1)
+
+    model = Regroups()
+    spec = nafi.groups(model, (torch.ones(2, 5),))
+    with pytest.raises(
+        SpecError, match=r"returns shapes \[\(4,\)\] instead of \[\(2,\)\].*size with 8"
+    ):
+        rebuild(model, spec, {"one": 16})
+
+
+def test_heads_of_a_hand_written_attention_follow() -> None:
+    torch.manual_seed(0)
+    entry = next(e for e in zoo.OURS if e.name == "vit_fused")
+    model, inputs = entry.build(), entry.example_inputs()
+    spec = nafi.groups(model, inputs)
+    wide = rebuild(model, spec, {"blocks.0.attention.qkv": 6})
+    assert wide.blocks[0].attention.heads == 6
+    assert wide.blocks[1].attention.heads == 4
+    assert model.blocks[0].attention.heads == 4
+
+
+def test_recurrent_layers_change_together() -> None:
+    entry = next(e for e in zoo.OURS if e.name == "lstm")
+    torch.manual_seed(0)
+    model = entry.build()
+    spec = nafi.groups(model, entry.example_inputs())
+    with pytest.raises(SpecError, match="one hidden_size for all layers"):
+        rebuild(model, spec, {"lstm": 9})
+    assert rebuild(model, spec, {"lstm": 9, "lstm/2": 9}).lstm.hidden_size == 9
+
+
+def test_attention_modules_change_together_with_the_residual_stream() -> None:
+    """A rigid group may change if asked for; only its shapes can be checked then."""
+    entry = next(e for e in zoo.OURS if e.name == "self_attention")
+    torch.manual_seed(0)
+    model = entry.build()
+    spec = nafi.groups(model, entry.example_inputs())
+    with pytest.raises(SpecError, match="MultiheadAttention needs heads x head width"):
+        rebuild(model, spec, {"embed": 15})
+    wide = rebuild(model, spec, {"embed": 15, "attention": 5})
+    attention = wide.attention
+    assert (attention.embed_dim, attention.num_heads, attention.head_dim) == (15, 5, 3)
+
+
+@pytest.mark.parametrize("width", [0, -3, 2.5, True])
+def test_impossible_widths(width: object) -> None:
+    model = zoo.MLP(5, 8, 4)
+    spec = nafi.groups(model, (torch.zeros(2, 5),))
+    with pytest.raises(SpecError, match=r"width of group layers.0: found .* at least 1"):
+        rebuild(model, spec, {"layers.0": width})  # type: ignore[dict-item]
+
+
+def test_without_inputs_there_is_nothing_to_check_with() -> None:
+    model = zoo.MLP(5, 8, 4)
+    spec = nafi.ModelSpec.from_dict(nafi.groups(model, (torch.zeros(2, 5),)).to_dict())
+    with pytest.raises(SpecError, match="needs example_inputs"):
+        rebuild(model, spec, {"layers.0": 9})
+    wide = rebuild(model, spec, {"layers.0": 9}, (torch.zeros(2, 5),))
+    assert wide.layers[0].out_features == 9
+
+
+def test_half_precision_and_devices_stay() -> None:
+    model = zoo.MLP(5, 8, 4).half()
+    spec = nafi.groups(zoo.MLP(5, 8, 4), (torch.zeros(2, 5),))
+    wide = rebuild(model, spec, {"layers.0": 9})
+    assert {p.dtype for p in wide.parameters()} == {torch.float16}
