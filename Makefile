@@ -19,6 +19,7 @@ lint: .venv/ready-dev
 
 bench: .venv/ready-dev
 	$(BIN)/python benchmarks/matching.py
+	$(BIN)/python benchmarks/graph.py
 
 format: .venv/ready-dev
 	$(BIN)/ruff check --fix .
