@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, pin_axis, product, resolve, unify
+from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, product, resolve, unify
 
 WHERE = Pin("test", "test")
 
@@ -66,11 +66,28 @@ def test_what_does_not_fit_is_pinned_and_nothing_else() -> None:
 
 
 def test_a_pin_reaches_what_an_atom_falls_into_later() -> None:
-    axis = fresh(12)
-    pin_axis(axis, WHERE)
-    unify(axis, product(fresh(3), fresh(4)), WHERE)
-    assert sizes(axis) == [[3, 4]]
-    assert all(atom.pinned == WHERE for atom in atoms_of([axis]))
+    pinned, free = fixed(12, WHERE), fresh(5)
+    outer, rest = fresh(3), fresh(20)
+    unify(product(pinned, free), product(outer, rest), WHERE)
+    assert sizes(pinned) == [[3, 4]]
+    assert sizes(rest) == [[4, 5]]
+    assert all(atom.pinned == WHERE for atom in atoms_of([pinned, outer]))
+    assert all(atom.pinned is None for atom in atoms_of([free]))
+
+
+def test_what_meets_a_pinned_axis_is_pinned() -> None:
+    parts = product(fresh(3), fresh(4))
+    unify(fixed(12, WHERE), parts, Pin("other"))
+    assert all(atom.pinned == WHERE for atom in atoms_of([parts]))
+
+
+def test_many_cuts_stay_shallow() -> None:
+    axis = fresh(3000)
+    for at in range(1, 1500):
+        unify(
+            axis, [*(segment for _ in range(at) for segment in fresh(1)), *fresh(3000 - at)], WHERE
+        )
+    assert len(resolve(axis)) == 1500
 
 
 def test_joining_keeps_the_pin_of_either() -> None:

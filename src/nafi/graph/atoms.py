@@ -129,6 +129,12 @@ def unify(one: Axis, two: Axis, where: Pin) -> None:
     """
     while True:
         a, b = resolve(one), resolve(two)
+        for settled, other in ((a, b), (b, a)):
+            pins = [atom.pinned for segment in settled for atom in segment]
+            if None not in pins:
+                # Nothing of it can be permuted, so nothing of the other can.
+                pin_axis(other, next((pin for pin in pins if pin is not None), where))
+                return
         if not _unify_once(a, b, where):
             return
 
@@ -174,8 +180,12 @@ def _cut(segment: Segment, at: int) -> None:
 
 def _leaves(atom: Atom) -> Axis:
     if atom.bound is not None:
-        return resolve(atom.bound)
+        atom.root()._bound = resolve(atom.bound)  # so that chains of cuts stay short
+        return list(atom.bound)
     return [[]] if atom.size == 1 else [[atom.root()]]
+
+
+_INTERLEAVED = Pin("a concatenation within each neuron cannot be expressed", "concatenation")
 
 
 def _times(outer: Axis, inner: Axis) -> Axis:
@@ -186,10 +196,10 @@ def _times(outer: Axis, inner: Axis) -> Axis:
     for segment in outer:
         copies = size_of([segment])
         if copies > 1:
-            pin_axis([segment], Pin("interleaved with a concatenation"))
-        if copies * len(inner) > _MOST_COPIES:
-            pin_axis(inner, Pin("interleaved with a concatenation"))
-            result.append([Atom(copies * size_of(inner), Pin("interleaved with a concatenation"))])
+            pin_axis([segment], _INTERLEAVED)
+        if copies > 1 and copies * len(inner) > _MOST_COPIES:
+            pin_axis(inner, _INTERLEAVED)
+            result.append([Atom(copies * size_of(inner), _INTERLEAVED)])
         else:
             result += inner * copies
     return result

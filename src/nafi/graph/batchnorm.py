@@ -13,8 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import SpecError
-from nafi.graph.spec import ModelSpec
+from nafi.graph.spec import Axis, ModelSpec
+from nafi.graph.trace import named_tensors, shared_names
 
+_NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
+_LAYERS: list[type[nn.Module]] = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d]
+_LAYERS += [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
+_FORWARDS = {kind.forward for kind in _LAYERS}
 _ONE_DIMENSIONAL = (nn.Linear, nn.Conv1d, nn.ConvTranspose1d)
 _THREE_DIMENSIONAL = (nn.Conv3d, nn.ConvTranspose3d)
 
@@ -26,24 +31,22 @@ def fold_batchnorm(model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, ModelS
     running statistics; a bias is made where there was none. Returns the network and its spec;
     a normalisation that follows no layer (spec.batchnorms lists those that do) stays.
     """
+    spec.check_shapes(named_tensors(model))
     twin = copy.deepcopy(model)
     axes = dict(spec.axes)
+    pairs = [pair for pair in spec.batchnorms if _is_plain(twin, *pair)]
     dropped: set[str] = set()
-    for layer_name, norm_name in spec.batchnorms:
+    for layer_name, norm_name in pairs:
         layer, norm = twin.get_submodule(layer_name), twin.get_submodule(norm_name)
-        if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
-            raise SpecError(f"{norm_name}: found {type(norm).__name__}, expected a BatchNorm")
         _fold(layer, norm)
-        _replace(twin, norm_name, nn.Identity())
+        _replace(twin, norm, nn.Identity())
         axes[f"{layer_name}.bias"] = (axes[f"{norm_name}.running_mean"][0],)
         dropped |= {name for name in spec.axes if name.rpartition(".")[0] == norm_name}
-    order = [name for name in twin.state_dict() if name not in spec.aliases]
-    return twin, replace(
-        spec,
-        axes={name: axes[name] for name in order},
-        pinned=tuple(p for p in spec.pinned if p.tensor not in dropped),
-        batchnorms=(),
-        folded=(*spec.folded, *spec.batchnorms),
+    kept = tuple(p for p in spec.pinned if p.tensor not in dropped)
+    remaining = tuple(pair for pair in spec.batchnorms if pair not in pairs)
+    folded = (*spec.folded, *pairs)
+    return twin, _described(
+        twin, replace(spec, batchnorms=remaining, folded=folded, pinned=kept), axes
     )
 
 
@@ -60,16 +63,30 @@ def attach_batchnorm(model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, Mode
         if not isinstance(bias, Tensor):
             raise SpecError(f"{layer_name} has no bias, so nothing was folded into it")
         norm = _identity_norm(layer, bias)
-        _replace(twin, norm_name, norm)
+        _replace(twin, twin.get_submodule(norm_name), norm)
         for name, tensor in norm.state_dict().items():
             axes[f"{norm_name}.{name}"] = axes[f"{layer_name}.bias"] if tensor.ndim else ()
-    order = [name for name in twin.state_dict() if name not in spec.aliases]
-    return twin, replace(
-        spec, axes={name: axes[name] for name in order}, batchnorms=spec.folded, folded=()
+    back = replace(spec, batchnorms=(*spec.batchnorms, *spec.folded), folded=())
+    return twin, _described(twin, back, axes)
+
+
+def _described(model: nn.Module, spec: ModelSpec, axes: dict[str, tuple[Axis, ...]]) -> ModelSpec:
+    """The spec with these axes, for the tensors that the network has now."""
+    aliases = shared_names(model)
+    names = [name for name in named_tensors(model) if name not in aliases]
+    return replace(spec, axes={name: axes[name] for name in names}, aliases=aliases)
+
+
+def _is_plain(model: nn.Module, layer: str, norm: str) -> bool:
+    """Whether both are torch's own modules and do nothing else than their kind does."""
+    return (
+        type(model.get_submodule(norm)) in _NORMS
+        and type(model.get_submodule(layer)).forward in _FORWARDS
     )
 
 
-def _fold(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm) -> None:
+def _fold(layer: nn.Module, norm: nn.Module) -> None:
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
     weight, bias = layer.weight, layer.bias
     mean, variance = norm.running_mean, norm.running_var
     if not (
@@ -110,6 +127,9 @@ def _identity_norm(layer: nn.Module, like: Tensor) -> nn.modules.batchnorm._Batc
     return norm
 
 
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, under all its names."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is old:
+                setattr(parent, name, new)

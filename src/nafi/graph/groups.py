@@ -8,7 +8,8 @@ outputs left alone and a warning for every parameter that an operation without a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -30,7 +31,7 @@ from nafi.graph.spec import (
     Segment,
     merge_fixed,
 )
-from nafi.graph.trace import Inputs, Op, Trace, trace
+from nafi.graph.trace import Inputs, Op, Trace, named_tensors, trace
 
 _FOLDABLE = {"conv1d", "conv2d", "conv3d", "linear"} | {f"conv_transpose{d}d" for d in (1, 2, 3)}
 
@@ -46,12 +47,17 @@ def groups(model: nn.Module, example_inputs: Inputs, *, check: bool = True) -> M
     example_inputs: the arguments of its forward, as a tuple; only their shapes matter
     check: permute every group at random in float64 and compare the outputs (`check_spec`)
     """
-    traced = trace(model, example_inputs)
-    spec = replace(_Walk(model, traced).spec(), example_inputs=tuple(example_inputs))
+    spec = analyse(model, example_inputs)
     _warn_of_gaps(spec)
     if check:
         check_spec(model, example_inputs, spec)
     return spec
+
+
+def analyse(model: nn.Module, example_inputs: Inputs) -> ModelSpec:
+    """What `groups` finds, without warnings and without the self-test."""
+    spec = _Walk(model, trace(model, example_inputs)).spec()
+    return replace(spec, example_inputs=tuple(example_inputs))
 
 
 def _warn_of_gaps(spec: ModelSpec) -> None:
@@ -75,16 +81,27 @@ def sized_ops(
     walk.spec()
     found = []
     for op in walk.traced.ops:
-        sizes = next((op.arguments[k] for k in ("size", "shape") if k in op.arguments), None)
-        value = walk.values.get(op.node)
-        if not isinstance(sizes, list | tuple) or not isinstance(value, Value):
-            continue
-        for size, axis in zip(sizes, value.axes, strict=False):
+        for size, axis in _given_sizes(op, walk.values):
             held = {walk.names.get(atom) for atom in atoms_of([axis])}
             group = next((name for name in names if name in held), None)
             if isinstance(size, int) and size > 0 and group is not None:
                 found.append((op, size, group))
     return found
+
+
+def _given_sizes(op: Op, values: Mapping[torch.fx.Node, Any]) -> list[tuple[Any, atoms.Axis]]:
+    """Sizes among the arguments of an operation, with the axis that each is a size or place of."""
+    arguments, made = op.arguments, values.get(op.node)
+    sizes = next((arguments[k] for k in ("size", "shape") if k in arguments), None)
+    if isinstance(sizes, list | tuple) and isinstance(made, Value):
+        return list(zip(sizes, made.axes, strict=False))
+    cut = next((arguments[k] for k in ("split_size", "split_sizes", "end") if k in arguments), None)
+    source = arguments.get("self")
+    read = values.get(source) if isinstance(source, torch.fx.Node) else None
+    if cut is None or not isinstance(read, Value) or not isinstance(arguments.get("dim"), int):
+        return []
+    axis = read.axes[arguments["dim"]]
+    return [(size, axis) for size in (cut if isinstance(cut, list | tuple) else [cut])]
 
 
 class _Walk:
@@ -96,7 +113,7 @@ class _Walk:
         self.names: dict[Atom, str] = {}
         self.values: dict[torch.fx.Node, Any] = {}
         self.tensors: dict[str, Value] = {}
-        for name, tensor in model.state_dict().items():
+        for name, tensor in named_tensors(model).items():
             if name not in traced.aliases:
                 self.tensors[name] = Value([fresh(n) for n in tensor.shape], source=name)
         for node, name in traced.tensors.items():
@@ -116,16 +133,35 @@ class _Walk:
                 if value.stack is not None:
                     value.stack.join()
         results = apply(call)
+        for value, tensor in zip(results, op.tensors, strict=True):
+            value.boolean = tensor.dtype == torch.bool
+        for node in op.writes:
+            self._written(node, call)
         many = isinstance(op.node.meta.get("val"), list | tuple)
         self.values[op.node] = results if many else results[0] if results else None
 
     def _lift(self, argument: Any) -> Any:
         """Nodes become values, also within lists."""
         if isinstance(argument, torch.fx.Node):
-            return self.values[argument]
+            return self.values.get(argument)
         if isinstance(argument, list | tuple):
             return [self._lift(item) for item in argument]
         return argument
+
+    def _written(self, node: torch.fx.Node, call: Call) -> None:
+        """Writing into a part of a tensor tells its positions apart, all the way up its views."""
+        ops = {op.node: op for op in self.traced.ops}
+        chain = [node]
+        while chain[-1] in ops and (above := ops[chain[-1]].views) is not None:
+            chain.append(above)
+        # What an in-place operation returns is the whole of what it wrote into.
+        partly = any(not ops[link].writes for link in chain[:-1])
+        for link in chain:
+            value = self.values.get(link)
+            if isinstance(value, Value):
+                value.constant = False
+                for axis in value.axes if partly else []:
+                    call.fix(axis, f"{call.op} writes into a part of it")
 
     def _pin_output(self, value: Any) -> None:
         for part in value if isinstance(value, list) else [value]:
@@ -196,7 +232,7 @@ class _Walk:
             else:
                 for axis in value.axes:
                     pin_axis(axis, Pin("the network does not use it"))
-        return [atom for atom in order if atom in in_tensors and atom.pinned is None]
+        return [a for a in order if a in in_tensors and a.pinned is None and a.size > 1]
 
     def _names(self, members: list[Atom]) -> dict[Atom, str]:
         """After the layer that makes the neurons; several groups of one layer are numbered."""
@@ -278,30 +314,38 @@ class _Walk:
         )
 
     def _batchnorms(self) -> tuple[tuple[str, str], ...]:
-        """Batch normalisations that directly follow a layer which nothing else reads."""
-        pairs = []
+        """Batch normalisations that directly follow a layer, all of whose tensors are used once."""
+        pairs: list[tuple[str, str]] = []
+        by_node = {op.node: op for op in self.traced.ops}
+        uses = Counter(
+            name
+            for op in self.traced.ops
+            for name in {self.traced.tensors.get(node) for node in op.node.all_input_nodes}
+        )
         for op in self.traced.ops:
-            if op.name != "batch_norm" or op.arguments.get("running_mean") is None:
+            if op.name != "batch_norm" or op.arguments["training"]:
                 continue
-            before = op.arguments["input"]
-            weight = before.kwargs.get("weight") or (before.args[1:2] or [None])[0]
-            made = getattr(before.target, "_schema", None)
-            name = made.name.split("::")[1] if made is not None else ""
-            mean = op.arguments["running_mean"]
-            nodes = (before, weight, mean)
-            if name in _FOLDABLE and all(
-                isinstance(node, torch.fx.Node) and len(node.users) == 1 for node in nodes
-            ):
-                layer, norm = self.traced.tensors.get(weight), self.traced.tensors.get(mean)
-                if layer is not None and norm is not None:
-                    pairs.append((layer.rpartition(".")[0], norm.rpartition(".")[0]))
+            layer = by_node.get(op.arguments["input"])
+            if layer is None or layer.name not in _FOLDABLE or len(layer.node.users) != 1:
+                continue
+            if layer.name == "linear" and len(op.shapes[0]) != 2:
+                continue  # it normalises another axis than the layer's outputs
+            owned = [layer.arguments[n] for n in ("weight", "bias")]
+            owned += [op.arguments[n] for n in ("running_mean", "running_var", "weight", "bias")]
+            names = [self.traced.tensors.get(node) for node in owned if node is not None]
+            if all(name is not None and uses[name] == 1 for name in names):
+                paths = [
+                    str(self.traced.tensors[n]).rpartition(".")[0] for n in (owned[0], owned[2])
+                ]
+                pairs.append((paths[0], paths[1]))
         return tuple(pairs)
 
 
 def _fixed_value(node: torch.fx.Node, pin: Pin) -> Any:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return Value([fixed(int(n), pin) for n in value.shape])
+        axes = [fixed(int(n), pin) for n in value.shape]
+        return Value(axes, boolean=value.dtype == torch.bool)
     return value
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nafi.graph.blocks import Block, blocks
-from nafi.graph.spec import Factor, ModelSpec, Place
+from nafi.graph.spec import Factor, ModelSpec, Place, holds_numbers
 
 
 class Role(StrEnum):
@@ -64,10 +64,12 @@ def gather(state: Mapping[str, Tensor], spec: ModelSpec, group: str) -> Neurons:
 
     A tensor that has the group on two axes (a layer that feeds itself) gives two stretches.
     """
+    spec.group(group)
+    spec.check_shapes(state)
     found = [
         (role, name, block, rows)
         for name in spec.tensors(group)
-        if state[name].is_floating_point()
+        if holds_numbers(state[name])
         for block in blocks(spec.axes[name], spec.widths)
         for role, rows in _occurrences(spec, name, block, group)
     ]
@@ -91,6 +93,7 @@ def scatter(neurons: Neurons, state: Mapping[str, Tensor], spec: ModelSpec) -> d
 
     Where two stretches hold the same number, the incoming one counts.
     """
+    spec.check_shapes(state)
     touched = {columns.tensor for columns in neurons.columns}
     result = {name: t.clone() if name in touched else t for name, t in state.items()}
     for columns in reversed(neurons.columns):

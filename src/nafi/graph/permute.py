@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nafi.errors import SpecError
 from nafi.graph.blocks import transform
 from nafi.graph.spec import Factor, ModelSpec
+from nafi.graph.trace import named_tensors
 
 Permutations = Mapping[str, Tensor]
 
@@ -26,11 +27,10 @@ def permute(model: nn.Module, spec: ModelSpec, permutations: Permutations) -> nn
         row p belongs to the p-th member of the parent as the given network counts them.
     """
     twin = copy.deepcopy(model)
-    state = permute_state(dict(model.state_dict()), spec, permutations)
+    state = permute_state(named_tensors(model), spec, permutations)
     with torch.no_grad():
-        for name, tensor in twin.state_dict(keep_vars=True).items():
-            if name in state:
-                tensor.data.copy_(state[name])
+        for name, tensor in named_tensors(twin).items():
+            tensor.data.copy_(state[name])
     return twin
 
 
@@ -69,24 +69,38 @@ def _permute_within(block: Tensor, dim: int, parent: int, orders: Tensor) -> Ten
 
 def _checked(spec: ModelSpec, name: str, order: Tensor) -> Tensor:
     group = spec.group(name)
-    order = torch.as_tensor(order)
-    rows = order if order.ndim == 2 else order[None]
-    within = group.parent is not None and order.ndim == 2
-    fits = order.ndim == 1 or (within and len(rows) == spec.groups[str(group.parent)].width)
+    try:
+        given = torch.as_tensor(order)
+        rows = given.long() if given.ndim == 2 else given.long()[None]
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        raise SpecError(f"permutation of group {name}: found {order!r}, expected numbers") from None
+    within = group.parent is not None and given.ndim == 2
+    fits = given.ndim == 1 or (within and len(rows) == spec.groups[str(group.parent)].width)
     expected = torch.arange(group.width).expand(len(rows), -1)
-    if not fits or rows.shape[1] != group.width or not rows.sort(dim=1).values.equal(expected):
+    if (
+        not fits
+        or rows.shape[1] != group.width
+        or given.is_floating_point()
+        or not rows.cpu().sort(dim=1).values.equal(expected)
+    ):
         raise SpecError(
-            f"permutation of group {name}: expected each of 0..{group.width - 1} once, "
-            f"found shape {tuple(order.shape)} with values {order.flatten()[:8].tolist()}"
+            f"permutation of group {name}: expected each of 0..{group.width - 1} once, found "
+            f"{given.dtype} of shape {tuple(given.shape)}: {given.flatten()[:8].tolist()}"
         )
-    return order
+    return rows if given.ndim == 2 else rows[0]
 
 
 def random_permutations(spec: ModelSpec, generator: torch.Generator) -> dict[str, Tensor]:
-    """A random order for every group, its own within each member of a parent."""
+    """A random order for every group, its own within each member of a parent.
+
+    No neuron keeps its place: a test must not be passed by drawing the order that was.
+    """
     orders = {}
     for name, group in spec.groups.items():
         rows = 1 if group.parent is None else spec.groups[group.parent].width
-        drawn = torch.stack([torch.randperm(group.width, generator=generator) for _ in range(rows)])
+        drawn = torch.empty(rows, group.width, dtype=torch.long)
+        for row in drawn:
+            cycle = torch.randperm(group.width, generator=generator)
+            row[cycle] = cycle.roll(1)
         orders[name] = drawn[0] if group.parent is None else drawn
     return orders

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from nafi.errors import SpecError
 from nafi.graph.blocks import transform
-from nafi.graph.check import difference, run, to_double
-from nafi.graph.groups import sized_ops
+from nafi.graph.check import TOLERANCE, converted, difference, probe_of, run
+from nafi.graph.groups import analyse, sized_ops
 from nafi.graph.spec import Factor, ModelSpec, Segment
-from nafi.graph.trace import Inputs
-
-TOLERANCE = 1e-6
+from nafi.graph.trace import Inputs, check_inputs, first_line, named_tensors
 
 
 def rebuild(
@@ -41,9 +39,10 @@ def rebuild(
     inputs = spec.example_inputs if example_inputs is None else example_inputs
     if inputs is None:
         raise SpecError("rebuild needs example_inputs to see that the new network runs")
+    check_inputs(inputs)
     new_spec = spec.resized(widths)
     changed = [name for name, width in widths.items() if width != spec.groups[name].width]
-    state = resize_state(dict(model.state_dict()), spec, widths)
+    state = resize_state(named_tensors(model), spec, widths)
     twin = load_resized(model, spec, new_spec, state)
     if not changed:
         return twin
@@ -94,12 +93,12 @@ def load_resized(
     """A copy of the network with these tensors, whatever their sizes, and attributes to match."""
     twin = copy.deepcopy(model)
     made: dict[str, nn.Parameter] = {}
-    old = twin.state_dict(keep_vars=True)
-    owners = set()
+    old = named_tensors(twin)
+    owners: dict[nn.Module, str] = {}  # a module with several names once, under its first
     for name in [*spec.axes, *spec.aliases]:
         path, _, attribute = name.rpartition(".")
         owner = twin.get_submodule(path)
-        owners.add(path)
+        owners.setdefault(owner, path)
         if isinstance(old[name], nn.Parameter):
             kept = spec.aliases.get(name, name)
             if kept not in made:
@@ -107,8 +106,8 @@ def load_resized(
             setattr(owner, attribute, made[kept])
         else:
             setattr(owner, attribute, state[name].clone())
-    for path in sorted(owners):
-        _update_attributes(twin.get_submodule(path), path, spec, new_spec)
+    for owner, path in owners.items():
+        _update_attributes(owner, path, spec, new_spec)
     for path, module in twin.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             _update_attention(module, path, spec, new_spec)
@@ -145,6 +144,11 @@ def _update_attributes(module: nn.Module, path: str, spec: ModelSpec, new_spec: 
             module.num_embeddings, module.embedding_dim = shape
         case nn.RNNBase():
             _update_recurrent(module, path)
+        case nn.RNNCellBase():
+            module.hidden_size, module.input_size = (
+                module.weight_hh.shape[1],
+                module.weight_ih.shape[1],
+            )
         case _ if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
             # transformers' linear layer with transposed weights
             for attribute, size in zip(("nx", "nf"), shape, strict=True):
@@ -153,7 +157,8 @@ def _update_attributes(module: nn.Module, path: str, spec: ModelSpec, new_spec: 
 
 def _inner(spec: ModelSpec, new_spec: ModelSpec, tensor: str, axis: int, old: int) -> int:
     """The new size of what were the innermost `old` positions of an axis."""
-    for segment in spec.axes[tensor][axis]:
+    tensor = tensor.removeprefix(".")  # of the root module
+    for segment in spec.axes[spec.aliases.get(tensor, tensor)][axis]:
         for cut in range(len(segment.factors) + 1):
             tail = Segment(segment.factors[cut:])
             if tail.size(spec.widths) == old:
@@ -196,7 +201,7 @@ def _update_attention(
     else:
         module.embed_dim = module.q_proj_weight.shape[1]
         module.kdim, module.vdim = module.k_proj_weight.shape[1], module.v_proj_weight.shape[1]
-    tensor = f"{path}.out_proj.weight".removeprefix(".")
+    tensor = f"{path}.out_proj.weight"
     module.head_dim = _inner(spec, new_spec, tensor, 1, module.head_dim)
     module.num_heads = inner // module.head_dim
     if not width == inner == module.embed_dim:
@@ -259,29 +264,35 @@ def _trouble(
 ) -> str | None:
     """What is wrong with the new network on the example inputs, if anything.
 
-    Cut back to the old widths, the new network must be the old one, for what was cut is zero; where
-    a rigid group changed, only shapes can be compared.
+    Cut back to the old widths, the new network must be the old one, for what was cut is zero. This
+    is seen with disturbed weights: a layer that starts at zero would hide everything. Where a rigid
+    group changed, the new network is analysed instead and must have the groups that were asked for.
     """
-    double = to_double(inputs)
-    rigid = any(
-        group.rigid and new_spec.groups[name].width != group.width
-        for name, group in spec.groups.items()
-    )
-    reference = copy.deepcopy(model).double().cpu()
-    if not rigid:
-        back = resize_state(dict(twin.state_dict()), new_spec, spec.widths)
-        reference.load_state_dict({name: tensor.cpu() for name, tensor in back.items()})
-    expected = run(reference, double)
+    probe, tensors, dtype = probe_of(model, inputs, torch.Generator().manual_seed(0))
+    state = resize_state(named_tensors(probe), spec, new_spec.widths)
+    wide = converted(twin, dtype)
+    _load(wide, state)
+    _load(probe, resize_state(state, new_spec, spec.widths))
+    expected = run(probe, tensors)
     try:
-        found = run(copy.deepcopy(twin).double().cpu(), double)
+        found = run(wide, tensors)
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"fails: {lines[0] if lines else repr(error)}"
+        return f"fails: {first_line(error)}"
     if [t.shape for t in found] != [t.shape for t in expected]:
-        shapes = [[tuple(t.shape) for t in tensors] for tensors in (found, expected)]
+        shapes = [[tuple(t.shape) for t in outputs] for outputs in (found, expected)]
         return f"returns shapes {shapes[0]} instead of {shapes[1]}"
+    if any(group.rigid and group.width != new_spec.widths[n] for n, group in spec.groups.items()):
+        derived = analyse(twin, inputs)
+        same = derived.axes == new_spec.axes and derived.groups == new_spec.groups
+        return None if same else f"takes its neurons apart in another way: {derived.widths}"
     gap = difference(found, expected)
-    return None if rigid or gap <= TOLERANCE else f"computes something else (by {gap:.2g})"
+    return None if gap <= 10 * TOLERANCE[dtype] else f"computes something else (by {gap:.2g})"
+
+
+def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in named_tensors(model).items():
+            tensor.copy_(state[name])
 
 
 def _advice(model: nn.Module, changed: list[str], inputs: Inputs, trouble: str) -> str:

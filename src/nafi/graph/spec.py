@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -124,12 +125,16 @@ class ModelSpec:
 
     def resized(self, widths: Mapping[str, int]) -> ModelSpec:
         """The same spec at other widths."""
+        if not isinstance(widths, Mapping):
+            raise SpecError(f"widths: found {type(widths).__name__}, expected group -> width")
         for name, width in widths.items():
             self.group(name)
-            if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-                raise SpecError(f"width of group {name}: found {width!r}, expected at least 1")
+            if isinstance(width, bool) or not isinstance(width, Integral) or width < 1:
+                raise SpecError(
+                    f"width of group {name}: found {width!r}, expected a whole number of at least 1"
+                )
         groups = {
-            name: replace(group, width=widths.get(name, group.width))
+            name: replace(group, width=int(widths.get(name, group.width)))
             for name, group in self.groups.items()
         }
         return replace(self, groups=groups)
@@ -166,7 +171,7 @@ class ModelSpec:
         """The share of all parameters that lie in tensors with at least one group."""
         total = covered = 0
         for tensor, axes in self.axes.items():
-            if not state[tensor].is_floating_point():
+            if not holds_numbers(state[tensor]):
                 continue
             total += state[tensor].numel()
             if any(segment.groups for axis in axes for segment in axis):
@@ -222,7 +227,10 @@ class ModelSpec:
                 tuple((layer, norm) for layer, norm in data.get("folded", [])),
                 dict(data.get("aliases", {})),
             )
-        except (KeyError, TypeError, ValueError) as error:
+            for group in groups.values():
+                if group.parent is not None and group.parent not in groups:
+                    raise SpecError(f"group {group.name} has an unknown parent {group.parent!r}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SpecError(f"this is not a ModelSpec: {error!r}") from None
         for tensor, tensor_axes in axes.items():
             for axis in tensor_axes:
@@ -231,6 +239,11 @@ class ModelSpec:
                     if unknown:
                         raise SpecError(f"{tensor} refers to unknown groups {sorted(unknown)}")
         return spec
+
+
+def holds_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor holds weights or statistics, and not counters or positions."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def merge_fixed(factors: list[Factor]) -> tuple[Factor, ...]:

@@ -38,11 +38,35 @@ class Op:
     pointwise: bool
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each tensor that comes out."""
+    def views(self) -> torch.fx.Node | None:
+        """The node whose memory the result shares, if it does."""
+        schema = getattr(self.node.target, "_schema", None)
+        if schema is None or not any(r.alias_info is not None for r in schema.returns):
+            return None
+        shared = [a.name for a in schema.arguments if a.alias_info is not None]
+        nodes = [self.arguments[name] for name in shared]
+        return next((node for node in nodes if isinstance(node, torch.fx.Node)), None)
+
+    @property
+    def writes(self) -> list[torch.fx.Node]:
+        """The nodes that the operation writes into."""
+        schema = getattr(self.node.target, "_schema", None)
+        if schema is None:
+            return []
+        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        return [n for n in (self.arguments[w] for w in written) if isinstance(n, torch.fx.Node)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Each tensor that comes out, without its data."""
         value = self.node.meta.get("val")
         values = value if isinstance(value, list | tuple) else [value]
-        return [tuple(int(n) for n in v.shape) for v in values if isinstance(v, Tensor)]
+        return [v for v in values if isinstance(v, Tensor)]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each tensor that comes out."""
+        return [tuple(int(n) for n in tensor.shape) for tensor in self.tensors]
 
     def __str__(self) -> str:
         return f"{self.name} ({self.node.name})"
@@ -79,7 +103,7 @@ def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
     """Export the network in eval mode; the module is left as it was."""
     program = _export(model, example_inputs)
     aliases = shared_names(model)
-    state = dict(model.state_dict(keep_vars=True))
+    state = named_tensors(model)
     tensors: dict[torch.fx.Node, str] = {}
     inputs = []
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
@@ -103,11 +127,17 @@ def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
     return Trace(ops, tensors, aliases, tuple(inputs), outputs)
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers under all their names, as the tensors that the module holds."""
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
 def shared_names(model: nn.Module) -> dict[str, str]:
     """Every name of a tensor that has several -> the first of them."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in named_tensors(model).items():
         aliases[name] = first.setdefault(id(tensor), name)
     return {name: kept for name, kept in aliases.items() if name != kept}
 
@@ -132,42 +162,54 @@ def _writes(node: torch.fx.Node) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode within the block; each submodule gets its own mode back."""
+    """Eval mode and fixed random numbers within the block; modes and buffers are put back."""
     modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.eval()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def _export(model: nn.Module, example_inputs: Inputs) -> ExportedProgram:
     if not isinstance(model, nn.Module):
         raise SpecError(f"expected an nn.Module, found {type(model).__name__}")
-    if isinstance(example_inputs, Tensor) or not isinstance(example_inputs, Sequence):
-        raise SpecError(
-            "example_inputs: expected a tuple of the arguments of the network's forward, "
-            f"found {type(example_inputs).__name__}; write (x,)"
-        )
-    with evaluating(model), warnings.catch_warnings(), torch.no_grad():
+    check_inputs(example_inputs)
+    with evaluating(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             model(*example_inputs)
         except Exception as error:
             raise SpecError(
-                f"{type(model).__name__} does not run on the example inputs: {_first_line(error)}"
+                f"{type(model).__name__} does not run on the example inputs: {first_line(error)}"
             ) from error
         try:
             return torch.export.export(model, tuple(example_inputs))
         except Exception as error:
             raise SpecError(
-                f"torch.export cannot trace {type(model).__name__}: {_first_line(error)}. Data "
+                f"torch.export cannot trace {type(model).__name__}: {first_line(error)}. Data "
                 "dependent control flow must go, or write the ModelSpec by hand"
             ) from error
 
 
-def _first_line(error: Exception) -> str:
+def check_inputs(example_inputs: Inputs) -> None:
+    """Refuse what is not the arguments of a forward."""
+    if isinstance(example_inputs, Tensor | str) or not isinstance(example_inputs, Sequence):
+        raise SpecError(
+            "example_inputs: expected a tuple of the arguments of the network's forward, "
+            f"found {type(example_inputs).__name__}; write (x,)"
+        )
+
+
+def first_line(error: Exception | None) -> str:
+    """The first line of an error's message that says something."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 

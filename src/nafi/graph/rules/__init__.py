@@ -1,0 +1,42 @@
+"""How axes flow through each operation: one small rule per kind of operation.
+
+Hides: the meaning of ATen arguments. Promises: a rule only states what is true of its operation
+(these axes are the same, this one is told apart); an operation without a rule, or one that its rule
+does not understand, pins everything it touches: a gap costs coverage and never correctness.
+"""
+
+from __future__ import annotations
+
+from nafi.graph.atoms import size_of
+from nafi.graph.rules import convolutions, layers, pointwise, products, shapes
+from nafi.graph.rules.calls import KEEPS_STACKS, RULES, Call, Findings, Rule, Value, rule, unknown
+
+__all__ = [
+    "KEEPS_STACKS",
+    "RULES",
+    "Call",
+    "Findings",
+    "Rule",
+    "Value",
+    "apply",
+    "convolutions",
+    "layers",
+    "pointwise",
+    "products",
+    "rule",
+    "shapes",
+]
+
+
+def apply(call: Call) -> list[Value]:
+    """The values that an operation returns, in the order of its results."""
+    function = RULES.get(call.op.name)
+    if function is None:
+        function = pointwise.elementwise if call.op.pointwise else unknown
+    try:
+        result = function(call)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration):
+        result = unknown(call)  # a variant of the operation that the rule was not written for
+    values = result if isinstance(result, list) else [result]
+    found = [[size_of(axis) for axis in value.axes] for value in values]
+    return values if found == [list(shape) for shape in call.op.shapes] else unknown(call)

@@ -1,0 +1,194 @@
+"""What rules are written with: values, calls and the register of rules.
+
+Hides: how an operation's arguments were traced. Promises: a rule sees values with axes under the
+names of the operation's schema, and says what it knows in a handful of verbs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nafi.graph.atoms import Axis, Pin, fixed, fresh, pin_axis, product, size_of, unify
+from nafi.graph.trace import Op
+
+
+@dataclass
+class Value:
+    """What is known of a tensor.
+
+    axes: one per dimension
+    source: the parameter or buffer that it is a piece or a view of
+    constant: all its entries are equal, so its axes restrict nothing
+    boolean: a mask, which picks positions in another way than numbers do
+    stack: set while it is open whether what lies along one axis is told apart
+    """
+
+    axes: list[Axis]
+    source: str | None = None
+    constant: bool = False
+    boolean: bool = False
+    stack: Stack | None = None
+
+    @property
+    def shape(self) -> list[int]:
+        return [size_of(axis) for axis in self.axes]
+
+
+class Stack(ABC):
+    """Several tensors along one axis, each of which may turn out to have axes of its own.
+
+    `qkv.view(batch, 3, heads, width)` is such a tensor if it is taken apart along the 3, and is not
+    if it is used as one. An axis is known by identity, which survives a change of their order.
+    """
+
+    along: Axis
+    joined: bool = False
+
+    @abstractmethod
+    def part(self, axes: list[Axis], index: int) -> list[Axis]:
+        """The axes of the tensor at one index, for a value with these axes but for `along`."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """It is used as one tensor: whatever lies in it has the same axes."""
+
+
+@dataclass
+class Unfolded(Stack):
+    """One axis that was viewed as several, the outermost of them few."""
+
+    whole: Axis
+    run: list[Axis]
+    where: Pin
+    parts: list[list[Axis]] | None = None
+
+    def __post_init__(self) -> None:
+        self.along = self.run[0]
+
+    def part(self, axes: list[Axis], index: int) -> list[Axis]:
+        if self.parts is None:
+            self.parts = [
+                [fresh(size_of(axis)) for axis in self.run[1:]] for _ in range(size_of(self.along))
+            ]
+            unify(self.whole, [s for part in self.parts for s in product(*part)], self.where)
+        own = {id(axis): part for axis, part in zip(self.run[1:], self.parts[index], strict=True)}
+        return [own.get(id(axis), axis) for axis in axes]
+
+    def join(self) -> None:
+        if not self.joined:
+            unify(self.whole, product(*self.run), self.where)
+        self.joined = True
+
+
+@dataclass
+class Ends(Stack):
+    """The last states of a recurrent network, one for each layer and direction."""
+
+    along: Axis
+    unit: Axis
+    units: list[Axis]
+    where: Pin
+
+    def part(self, axes: list[Axis], index: int) -> list[Axis]:
+        return [self.units[index] if axis is self.unit else axis for axis in axes]
+
+    def join(self) -> None:
+        if not self.joined:
+            for unit in self.units:
+                unify(self.unit, unit, self.where)
+        self.joined = True
+
+
+@dataclass
+class Findings:
+    """What rules learn beside the axes, to be read when all is known.
+
+    consumed: (parameter, axis) summed over in a product: the parameter reads these neurons
+    rigid: (axis, why) a change of width would change the function even with zeros
+    reduced: axes of tensors that an operation makes inside, after summing some axes out
+    """
+
+    consumed: list[tuple[str, Axis]] = field(default_factory=list)
+    rigid: list[tuple[Axis, str]] = field(default_factory=list)
+    reduced: list[list[Axis]] = field(default_factory=list)
+
+
+class Call:
+    """One operation with its arguments as values, and the verbs that rules are written in."""
+
+    def __init__(self, op: Op, arguments: dict[str, Any], findings: Findings) -> None:
+        self.op = op
+        self.arguments = arguments
+        self.findings = findings
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.arguments.get(name, default)
+
+    @property
+    def gave_up(self) -> Pin:
+        return Pin(f"no rule for {self.op}", str(self.op))
+
+    @property
+    def misfit(self) -> Pin:
+        return Pin(f"{self.op} joins axes that are cut differently", str(self.op))
+
+    def fix(self, axis: Axis, why: str | None = None) -> Axis:
+        """Forbid permuting an axis, because this operation tells its positions apart."""
+        pin_axis(axis, Pin(why or f"{self.op} tells its positions apart"))
+        return axis
+
+    def fixed(self, size: int) -> Axis:
+        return fixed(size, Pin(f"made by {self.op}"))
+
+    def same(self, one: Axis, two: Axis) -> None:
+        unify(one, two, self.misfit)
+
+    def consume(self, value: Value, axis: Axis) -> None:
+        if value.source is not None:
+            self.findings.consumed.append((value.source, axis))
+
+    def rigid(self, axis: Axis) -> None:
+        self.findings.rigid.append((axis, self.op.name))
+
+    def values(self) -> list[Value]:
+        """Every tensor among the arguments."""
+        found: list[Value] = []
+        for argument in self.arguments.values():
+            items = argument if isinstance(argument, list | tuple) else [argument]
+            found += [item for item in items if isinstance(item, Value)]
+        return found
+
+    def out_shape(self, index: int = 0) -> tuple[int, ...]:
+        return self.op.shapes[index]
+
+
+Rule = Callable[[Call], "Value | list[Value]"]
+RULES: dict[str, Rule] = {}
+# Operations that leave open whether a stack is one tensor or several.
+KEEPS_STACKS: set[str] = set()
+
+
+def rule(*names: str, keeps_stacks: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for operations by their ATen name."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        KEEPS_STACKS.update(names if keeps_stacks else ())
+        return function
+
+    return register
+
+
+def unknown(call: Call) -> list[Value]:
+    """Without a rule, nothing that goes in may be permuted."""
+    for value in call.values():
+        for axis in value.axes:
+            pin_axis(axis, call.gave_up)
+    return [Value([fixed(n, call.gave_up) for n in shape]) for shape in call.op.shapes]

@@ -1,0 +1,108 @@
+"""Convolutions and what else works on places: pooling, sampling, shuffling pixels.
+
+Hides: groups of channels. Promises: channels flow through, places are told apart.
+"""
+
+from __future__ import annotations
+
+from nafi.graph.atoms import fresh, product, size_of
+from nafi.graph.rules.calls import Call, Value, rule
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolution(call: Call) -> Value:
+    return _convolve(call, transposed=False)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(call: Call) -> Value:
+    return _convolve(call, transposed=True)
+
+
+def _convolve(call: Call, transposed: bool) -> Value:
+    """Channels in groups: group g of the output reads group g of the input and nothing else."""
+    x: Value = call["input"]
+    weight: Value = call["weight"]
+    spatial = len(weight.axes) - 2
+    groups: int = call["groups"]
+    reads, writes = (0, 1) if transposed else (1, 0)
+    group = fresh(groups)
+    inner = fresh(size_of(x.axes[-spatial - 1]) // groups)
+    outer = fresh(call.out_shape()[-spatial - 1] // groups)
+    call.same(x.axes[-spatial - 1], product(group, inner))
+    # The axis of the weights that is not divided by the groups carries the group as well.
+    call.same(weight.axes[reads], product(group, inner) if transposed else inner)
+    call.same(weight.axes[writes], outer if transposed else product(group, outer))
+    call.consume(weight, inner)
+    places = []
+    for d, size in zip(range(-spatial, 0), call.out_shape()[-spatial:], strict=True):
+        if _one_by_one(call, d, spatial):
+            places.append(x.axes[d])
+            continue
+        for axis in (weight.axes[d], x.axes[d]):
+            call.fix(axis, f"position within {call.op}")
+        places.append(call.fixed(size))
+    channels = product(group, outer)
+    if call["bias"] is not None:
+        call.same(channels, call["bias"].axes[0])
+    return Value([*x.axes[: -spatial - 1], channels, *places])
+
+
+def _one_by_one(call: Call, dim: int, spatial: int) -> bool:
+    """Whether a convolution treats each place along a dimension by itself."""
+
+    def along(name: str, default: int) -> object:
+        given = call.get(name, default)
+        return given if not isinstance(given, list) else given[dim] if len(given) > 1 else given[0]
+
+    size = size_of(call["weight"].axes[dim])
+    return size == 1 and along("stride", 1) == 1 and along("padding", 0) in (0, "valid", "same")
+
+
+@rule("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(call: Call) -> Value:
+    value: Value = call["self"]
+    groups: int = call["groups"]
+    outer, inner = fresh(groups), fresh(size_of(value.axes[1]) // groups)
+    call.same(value.axes[1], product(outer, inner))
+    return Value([value.axes[0], product(inner, outer), *value.axes[2:]])
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d")
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d")
+@rule("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "lp_pool2d")
+@rule("_upsample_nearest_exact2d", "max_pool2d_with_indices", "_upsample_bilinear2d_aa")
+@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool3d")
+def resample(call: Call) -> list[Value]:
+    """Each channel by itself; the places, as many axes as the name says, are told apart."""
+    value = call.values()[0]
+    spatial = next(
+        int(c) for c in reversed(call.op.name.replace("_with_indices", "")) if c in "123"
+    )
+    for axis in value.axes[-spatial:]:
+        call.fix(axis, f"position within {call.op}")
+    return [
+        Value([*value.axes[:-spatial], *(call.fixed(n) for n in shape[-spatial:])])
+        for shape in call.op.shapes
+    ]
+
+
+@rule("pixel_shuffle")
+def pixel_shuffle(call: Call) -> Value:
+    value: Value = call["self"]
+    factor: int = call["upscale_factor"]
+    channels = fresh(size_of(value.axes[-3]) // factor**2)
+    call.same(value.axes[-3], product(channels, call.fixed(factor**2)))
+    for axis in value.axes[-2:]:
+        call.fix(axis)
+    return Value([*value.axes[:-3], channels, *(call.fixed(n) for n in call.out_shape()[-2:])])
+
+
+@rule("pixel_unshuffle")
+def pixel_unshuffle(call: Call) -> Value:
+    value: Value = call["self"]
+    for axis in value.axes[-2:]:
+        call.fix(axis)
+    channels = product(value.axes[-3], call.fixed(call["downscale_factor"] ** 2))
+    return Value([*value.axes[:-3], channels, *(call.fixed(n) for n in call.out_shape()[-2:])])

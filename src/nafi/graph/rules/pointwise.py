@@ -1,0 +1,115 @@
+"""Operations that work on each position by itself, and reductions of whole axes.
+
+Hides: broadcasting. Promises: axes that meet are the same axis; one that is summed out may be
+permuted, one whose positions are compared or counted may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nafi.graph.atoms import Axis, fresh, product, size_of
+from nafi.graph.rules.calls import Call, Value, rule, unknown
+
+
+# Most such operations carry torch's tag for it; these do not.
+@rule("dropout", "alpha_dropout", "feature_dropout", "relu6", "hardswish", "rrelu", "copy")
+def elementwise(call: Call) -> Value:
+    """Axes that meet are the same; those of size 1 are repeated."""
+    return broadcast(call, call.values())
+
+
+def broadcast(call: Call, values: Sequence[Value]) -> Value:
+    rank = max((len(value.axes) for value in values), default=0)
+    axes: list[Axis] = []
+    for back in range(rank, 0, -1):
+        meeting = [value.axes[-back] for value in values if len(value.axes) >= back]
+        wide = [axis for axis in meeting if size_of(axis) != 1]
+        for other in wide[1:]:
+            call.same(wide[0], other)
+        axes.append(wide[0] if wide else meeting[0])
+    return Value(axes, constant=bool(values) and all(value.constant for value in values))
+
+
+@rule("contiguous", "clone", "detach", "alias", "to", "_to_copy", "type_as", keeps_stacks=True)
+@rule("lift_fresh_copy", "lift_fresh", "native_dropout", "bernoulli", keeps_stacks=True)
+def unchanged(call: Call) -> Value:
+    value: Value = call["self"] if isinstance(call.get("self"), Value) else call.values()[0]
+    return replace(value)
+
+
+@rule("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones")
+@rule("new_full", "scalar_tensor", "empty", "empty_like", "new_empty")
+def constant(call: Call) -> Value:
+    return Value([fresh(n) for n in call.out_shape()], constant=True)
+
+
+@rule("mean", "sum", "amax", "amin", "logsumexp", "var", "std", "norm", "linalg_vector_norm")
+@rule("max", "min", "prod", "all", "any", "nansum", "argmax", "argmin", "var_mean", "median")
+def reduce(call: Call) -> list[Value]:
+    """Symmetric in the positions of the axis, which therefore may be permuted and goes away."""
+    value: Value = call["self"]
+    rank = len(value.axes)
+    if len(call.values()) > 1:  # the maximum or minimum of two tensors
+        return [broadcast(call, call.values())]
+    dims = call.get("dim")
+    dims = range(rank) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    gone = {d % rank for d in dims}
+    for d in gone:
+        call.rigid(value.axes[d])
+        if _returns_positions(call):
+            call.fix(value.axes[d])
+    kept = [
+        fresh(1) if d in gone else axis
+        for d, axis in enumerate(value.axes)
+        if d not in gone or call.get("keepdim")
+    ]
+    return [Value(kept) for _ in call.op.shapes]
+
+
+def _returns_positions(call: Call) -> bool:
+    name, results = call.op.name, len(call.op.shapes)
+    return name in ("argmax", "argmin") or (name in ("max", "min", "median") and results > 1)
+
+
+@rule("cumsum", "cumprod", "logcumsumexp", "flip", "roll", "sort", "argsort", "cummax", "diff")
+@rule("index_select", "topk", "kthvalue", "select_scatter", "searchsorted")
+def along(call: Call) -> list[Value]:
+    """Told apart along some axes, each slice by itself."""
+    value: Value = call["self"]
+    dims = call.get("dim", call.get("dims"))
+    if len([v for v in call.values() if v is not value]) > (call.op.name == "index_select"):
+        return unknown(call)
+    told = {d % len(value.axes) for d in ([dims] if isinstance(dims, int) else dims)}
+    for d in told:
+        call.fix(value.axes[d])
+        call.findings.reduced.append([a for e, a in enumerate(value.axes) if e != d])
+    return [
+        Value(
+            [
+                call.fixed(n) if d in told else a
+                for d, (a, n) in enumerate(zip(value.axes, shape, strict=True))
+            ]
+        )
+        for shape in call.op.shapes
+    ]
+
+
+@rule("repeat_interleave")
+def repeat_each(call: Call) -> Value:
+    """Copies of one position are equal, so nothing is known of their order."""
+    value: Value = call["self"]
+    dim = call["dim"] % len(value.axes)
+    axes = list(value.axes)
+    axes[dim] = product(axes[dim], fresh(int(call["repeats"])))
+    return Value(axes)
+
+
+@rule("softmax", "log_softmax", "_softmax", "_log_softmax")
+def softmax(call: Call) -> Value:
+    value: Value = call["self"]
+    dim = call["dim"] % len(value.axes)
+    call.rigid(value.axes[dim])
+    call.findings.reduced.append([axis for d, axis in enumerate(value.axes) if d != dim])
+    return Value(value.axes)

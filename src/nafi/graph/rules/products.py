@@ -1,0 +1,146 @@
+"""Sums of products.
+
+Hides: the many names of a matrix product. Promises: one rule, `contract`, by labels; what is summed
+over is consumed by the parameter that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nafi.graph.atoms import Axis, size_of
+from nafi.graph.rules.calls import Call, Value, rule, unknown
+from nafi.graph.rules.pointwise import broadcast
+
+
+def contract(
+    call: Call, operands: Sequence[tuple[Value, Sequence[Any]]], out: Sequence[Any]
+) -> Value:
+    """A sum of products: axes with one label are the same, those not in `out` are summed over."""
+    labelled: dict[Any, Axis] = {}
+    for value, labels in operands:
+        for label, axis in zip(labels, value.axes, strict=True):
+            if label not in labelled or size_of(labelled[label]) == 1:
+                labelled[label] = axis
+            elif size_of(axis) != 1:
+                call.same(labelled[label], axis)
+            if label not in out:
+                call.consume(value, axis)
+    return Value([labelled[label] for label in out])
+
+
+@rule("linear")
+def linear(call: Call) -> Value:
+    x: Value = call["input"]
+    batch = list(range(len(x.axes) - 1))
+    result = contract(call, [(x, [*batch, "in"]), (call["weight"], ["out", "in"])], [*batch, "out"])
+    if call["bias"] is not None:
+        call.same(result.axes[-1], call["bias"].axes[0])
+    return result
+
+
+@rule("matmul", "mm", "bmm", "mv", "dot")
+def matmul(call: Call) -> Value:
+    one: Value = call["self"]
+    two: Value = call.get("other") or call.get("mat2") or call.get("vec") or call["tensor"]
+    rank = max(len(one.axes), len(two.axes))
+    batch = [f"batch{back}" for back in range(rank, 2, -1)]
+    left = ["k"] if len(one.axes) == 1 else ([*batch, "row", "k"])[-len(one.axes) :]
+    right = ["k"] if len(two.axes) == 1 else ([*batch, "k", "column"])[-len(two.axes) :]
+    out = [*batch] + ["row"] * (len(one.axes) > 1) + ["column"] * (len(two.axes) > 1)
+    return contract(call, [(one, left), (two, right)], out)
+
+
+@rule("addmm", "baddbmm", "addmv")
+def add_matmul(call: Call) -> Value:
+    names = [("mat1", "mat2"), ("batch1", "batch2"), ("mat", "vec")]
+    one, two = next((call[a], call[b]) for a, b in names if call.get(a) is not None)
+    batch = list(range(len(one.axes) - 2))
+    right = ["k", "column"] if len(two.axes) > 1 else ["k"]
+    result = contract(
+        call,
+        [(one, [*batch, "row", "k"]), (two, [*batch, *right] if len(two.axes) > 2 else right)],
+        [*batch, "row", *right[1:]],
+    )
+    return broadcast(call, [result, call["self"]])
+
+
+@rule("einsum")
+def einsum(call: Call) -> Value:
+    equation = call["equation"].replace(" ", "")
+    values: list[Value] = call["tensors"]
+    left, arrow, right = equation.partition("->")
+    if not arrow:
+        letters = sorted(set(left) - set(",."))
+        right = "..." * ("." in left) + "".join(c for c in letters if left.count(c) == 1)
+    ranks = [
+        len(v.axes) - len(t.replace("...", ""))
+        for v, t in zip(values, left.split(","), strict=True)
+    ]
+    operands = [
+        (value, _labels(term, rank))
+        for value, term, rank in zip(values, left.split(","), ranks, strict=True)
+    ]
+    if any(len(set(labels)) < len(labels) for _, labels in operands):
+        return unknown(call)[0]
+    return contract(call, operands, _labels(right, max(ranks)))
+
+
+def _labels(term: str, rank: int) -> list[str]:
+    """One label per axis; those of an ellipsis are counted from the back."""
+    before, dots, after = term.partition("...")
+    return [*before, *(f"...{back}" for back in range(rank, 0, -1) if dots), *after]
+
+
+@rule("tensordot")
+def tensordot(call: Call) -> Value:
+    one, two = call["self"], call["other"]
+    left = [("left", d) for d in range(len(one.axes))]
+    right = [("right", d) for d in range(len(two.axes))]
+    for a, b in zip(call["dims_self"], call["dims_other"], strict=True):
+        right[b] = left[a]
+    out = [label for label in left if label not in right]
+    return contract(call, [(one, left), (two, right)], [*out, *(r for r in right if r not in left)])
+
+
+@rule("scaled_dot_product_attention")
+def attention(call: Call) -> Value:
+    """softmax(q k^T scale) v; the scale follows from the width of a head unless it is given."""
+    query, key, value = call["query"], call["key"], call["value"]
+    if call.get("enable_gqa"):
+        return unknown(call)[0]
+    batch = list(range(len(query.axes) - 2))
+    scores = contract(
+        call,
+        [(query, [*batch, "row", "k"]), (key, [*batch, "column", "k"])],
+        [*batch, "row", "column"],
+    )
+    if call.get("scale") is None:
+        call.rigid(query.axes[-1])
+    if call.get("is_causal"):
+        call.fix(scores.axes[-1])
+        call.fix(scores.axes[-2])
+    if call.get("attn_mask") is not None:
+        scores = broadcast(call, [scores, call["attn_mask"]])
+    call.findings.reduced.append(scores.axes)
+    call.findings.reduced.append(scores.axes[:-1])
+    return contract(
+        call,
+        [(scores, [*batch, "row", "k"]), (value, [*batch, "k", "out"])],
+        [*batch, "row", "out"],
+    )
+
+
+@rule("bilinear")
+def bilinear(call: Call) -> Value:
+    one, two = call["input1"], call["input2"]
+    batch = list(range(len(one.axes) - 1))
+    result = contract(
+        call,
+        [(one, [*batch, "i"]), (two, [*batch, "j"]), (call["weight"], ["out", "i", "j"])],
+        [*batch, "out"],
+    )
+    if call["bias"] is not None:
+        call.same(result.axes[-1], call["bias"].axes[0])
+    return result
