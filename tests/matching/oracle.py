@@ -9,6 +9,7 @@ import itertools
 import math
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 
 def normal_divergence(name: str, m0: float, p0: float, m1: float, p1: float) -> float:
@@ -92,6 +93,92 @@ def cost_matrix(
         row += [2 * math.log(k * models / mass) + new for k in range(1, len(neurons[s]) + 1)]
         rows.append(row)
     return np.array(rows)
+
+
+def objective(
+    neurons: list[np.ndarray],
+    precisions: list[np.ndarray],
+    prior_mean: np.ndarray,
+    prior_precision: np.ndarray,
+    mass: float,
+    groups: list[dict[int, int]],
+) -> float:
+    """Twice the negative log of the joint posterior, up to a constant, neuron by neuron."""
+    models = len(neurons)
+    total = 0.0
+    for members in groups:
+        n = len(members)
+        chance = math.factorial(models - n) * math.factorial(n - 1) / math.factorial(models)
+        total -= 2 * math.log(mass * chance)
+        top, bottom = prior_precision * prior_mean, prior_precision.copy()
+        for s, j in members.items():
+            top = top + precisions[s] * neurons[s][j]
+            bottom = bottom + precisions[s]
+        total -= float((top**2 / bottom - prior_precision * prior_mean**2).sum())
+    return total
+
+
+def reference_match(
+    neurons: list[np.ndarray],
+    precisions: list[np.ndarray],
+    prior_mean: np.ndarray,
+    prior_precision: np.ndarray,
+    *,
+    mass: float,
+    penalty: float,
+    divergence: str,
+    sweeps: int,
+    seed: int,
+    public_code: bool,
+    max_width: int | None,
+) -> tuple[set[frozenset[tuple[int, int]]], list[int], list[float]]:
+    """The whole algorithm on a list of global neurons, each a dictionary model -> neuron.
+
+    Returns the final partition, and the width and the objective after each pass.
+    """
+    models = len(neurons)
+    groups: list[dict[int, int]] = []
+    limit = sum(len(w) for w in neurons) if max_width is None else max_width
+    data = (neurons, precisions, prior_mean, prior_precision)
+
+    def place(s: int) -> None:
+        for members in groups:
+            members.pop(s, None)
+        groups[:] = [members for members in groups if members]
+        width, local = len(groups), len(neurons[s])
+        others: list[np.ndarray | None] = []
+        for o in range(models):
+            found = {members[o]: i for i, members in enumerate(groups) if o in members}
+            others.append(np.array([found[j] for j in sorted(found)]) if found else None)
+        cost = cost_matrix(*data, mass, penalty, divergence, others, s)
+        room = local
+        if public_code:
+            room = min(local, max(700 - width, local - width, 1))
+            for i, members in enumerate(groups):
+                n = len(members)
+                capped = min(n, 10)
+                cost[:, i] -= 2 * math.log((models - n) / n)
+                cost[:, i] += math.log((models - capped) / capped)
+        cost = cost[:, : width + min(room, limit - width)]
+        for j, i in zip(*linear_sum_assignment(cost), strict=True):
+            if i < width:
+                groups[i][s] = int(j)
+            else:
+                groups.append({s: int(j)})
+
+    def state() -> tuple[int, float]:
+        return len(groups), objective(*data, mass, groups)
+
+    for s in sorted(range(models), key=lambda s: -len(neurons[s])):
+        place(s)
+    passes = [state()]
+    rng = np.random.default_rng(seed)
+    for _ in range(sweeps):
+        for s in rng.permutation(models).tolist():
+            place(s)
+        passes.append(state())
+    partition = {frozenset(members.items()) for members in groups}
+    return partition, [width for width, _ in passes], [value for _, value in passes]
 
 
 def cheapest(cost: np.ndarray) -> float:

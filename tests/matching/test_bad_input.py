@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import nafi
+from nafi.matching import DIVERGENCES
 
 GOOD = np.ones((2, 3))
 NAN = np.array([[1.0, np.nan, 0.0]])
@@ -20,9 +21,13 @@ CASES = {
     "nan": (([GOOD, NAN],), {}, r"model 1: found nan at \(0, 1\).*finite"),
     "infinity": (([GOOD, GOOD, INF],), {}, r"model 2: found inf at \(0, 2\)"),
     "1-D": (([GOOD, np.ones(3)],), {}, r"model 1: .*shape \(3,\), expected two dimensions"),
-    "text": (([GOOD, [["a", "b", "c"]]],), {}, r"model 1: expected real numbers"),
+    "text": (
+        ([GOOD, [["a", "b", "c"]]],),
+        {},
+        r"model 1: found list of dtype <U1, expected real numbers",
+    ),
     "ragged": (([[[1, 2], [3]]],), {}, r"model 0: expected real numbers"),
-    "complex": (([GOOD * 1j],), {}, r"model 0: expected real numbers.*complex"),
+    "complex": (([GOOD * 1j],), {}, r"model 0: found ndarray of dtype complex128"),
     "negative precision": (
         ([GOOD, GOOD],),
         {"precisions": [1.0, [1, -2, 1]]},
@@ -42,17 +47,26 @@ CASES = {
     "max_width float": (([GOOD],), {"max_width": 2.5}, r"max_width: found 2.5, expected a whole"),
     "divergence": (([GOOD],), {"divergence": "js"}, r"found 'js', expected one of kl, reverse_kl"),
     "compat": (([GOOD],), {"compat": "fedma"}, r"found 'fedma', expected one of paper, pfnm-code"),
-    "mass": (([GOOD],), {"mass": 0}, r"mass: found 0, expected a finite number above 0"),
-    "penalty": (([GOOD],), {"penalty": -1}, r"penalty: found -1, expected .* at least 0"),
+    "mass": (([GOOD],), {"mass": 0}, r"mass: found 0, expected 1e-50 to 1e\+50"),
+    "penalty": (([GOOD],), {"penalty": -1}, r"penalty: found -1, expected 0 to 1e\+50"),
     "penalty text": (([GOOD],), {"penalty": "0.1"}, r"penalty: found '0.1'"),
     "sweeps": (([GOOD],), {"sweeps": -1}, r"sweeps: found -1"),
     "seed": (([GOOD],), {"seed": None}, r"seed: found None"),
-    "overflow": (([GOOD * 1e200, GOOD * 1e200],), {}, r"costs overflow"),
+    "too large": (([GOOD, GOOD * 1e200],), {}, r"model 1: found 1e\+200 at \(0, 0\).*at most 1e"),
+    "prior too small": (([GOOD],), {"prior_precision": 1e-300}, r"found 1e-300 .*at least 1e-50"),
+    "masked": (([np.ma.masked_equal(GOOD, 1)],), {}, r"model 0: found a masked array"),
+    "precisions dict": (([GOOD],), {"precisions": {0: 1.0}}, r"precisions: found dict"),
+    "precisions bytes": (([GOOD, GOOD],), {"precisions": b"kl"}, r"precisions: found bytes"),
+    "precisions 0-d": (([GOOD],), {"precisions": np.array("x")}, r"precisions: .*dtype <U1"),
+    "penalty bool": (([GOOD],), {"penalty": True}, r"penalty: found True, expected a number"),
+    "huge penalty": (([GOOD],), {"penalty": 10**400}, r"penalty: found 1000"),
+    "divergence list": (([GOOD],), {"divergence": []}, r"divergence: found \[\]"),
+    "compat list": (([GOOD],), {"compat": []}, r"compat: found \[\]"),
 }
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.filterwarnings("error")
 def test_error_names_the_culprit(name: str) -> None:
     args, options, message = CASES[name]
     with pytest.raises(nafi.NafiError, match=message):
@@ -62,6 +76,36 @@ def test_error_names_the_culprit(name: str) -> None:
 def test_no_penalties_on_a_path() -> None:
     with pytest.raises(nafi.InputError, match="penalties: found none"):
         nafi.match_path([GOOD], [])
+    with pytest.raises(nafi.InputError, match=r"penalties: found 0\.1, expected a list"):
+        nafi.match_path([GOOD], 0.1)  # type: ignore[arg-type]
+    with pytest.raises(nafi.InputError, match=r"penalties\[1\]: found -1"):
+        nafi.match_path([GOOD], [0.1, -1])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("divergence", list(DIVERGENCES))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precisions": 1e40},
+        {"precisions": 1e-40},
+        {"prior_precision": 1e-40},
+        {"prior_precision": 1e40},
+        {"prior_mean": 1e40},
+        {"penalty": 1e40},
+        {"mass": 1e-50, "max_width": 5},
+        {"mass": 1e50},
+    ],
+)
+def test_extreme_but_accepted_numbers_give_finite_results(
+    divergence: str, options: dict[str, float]
+) -> None:
+    rng = np.random.default_rng(0)
+    neurons = [rng.normal(size=(width, 3)) for width in (5, 2, 4)]
+    found = nafi.match(neurons, divergence=divergence, **options)  # type: ignore[arg-type]
+    assert np.isfinite(found.means).all()
+    assert np.isfinite(found.precisions).all()
+    assert all(np.isfinite(sweep.objective) for sweep in found.history)
 
 
 def test_other_real_types_are_taken() -> None:

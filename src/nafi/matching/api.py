@@ -6,7 +6,6 @@ Promises: bad options raise `InputError` before any work is done.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Integral, Real
 
@@ -20,6 +19,8 @@ from nafi.matching.divergence import Divergence, divergence_named
 from nafi.matching.prior import popularity_named
 from nafi.matching.problem import Problem, build_problem
 from nafi.matching.result import Matching
+
+_LARGEST = 1e50
 
 
 def match(
@@ -44,23 +45,27 @@ def match(
 
     Args:
         neurons: S arrays (J_s, D); the widths J_s may differ.
-        precisions: 1/variance of the neurons around their global neuron, t_s: a number, or per
-            model a number or a (D,) array. 0 means that the model knows nothing of a column.
+        precisions: 1/variance of the neurons around their global neuron, t_s: a number, or a list
+            with a number or a (D,) array for each model. 0: the model knows nothing of a column.
         prior_mean, prior_precision: m0 and t0 of a global neuron, a number or (D,); t0 > 0.
         mass: gamma, the readiness to open new neurons; > 0.
-        penalty: lam; 0 is PFNM, more penalty means fewer global neurons.
+        penalty: lam; 0 is PFNM, more penalty means fewer global neurons as a rule.
         divergence: kl (the paper's), reverse_kl, jeffreys, hellinger, wasserstein2.
-        sweeps: most passes over the models after the first; fewer if nothing changes any more.
+        sweeps: most passes over the models after the first; fewer if no model would change its
+            assignment given all others. A few neurons may go to and fro for ever (a cycle of best
+            responses); `Matching.converged` tells.
         max_width: most global neurons, at least the widest model's; None for no limit.
         compat: "paper", or "pfnm-code" for the popularity terms of the public PFNM code
-            (factor 1 instead of 2, counts capped at 10, width capped at 700).
+            (factor 1 instead of 2, counts capped at 10, and from a width of 700 on one new neuron
+            at a time).
         seed: decides the order of the models in the sweeps.
 
     Returns:
         A `Matching`; with one model alone, its own posterior.
 
     Cost: O(I J D) for each model and sweep with I global neurons, and an assignment problem.
-    Memory: the neurons in float64 twice, and the global neurons.
+    Memory: the neurons in float64 (twice if their precisions differ by column), and about four
+    times the global neurons.
 
     >>> import numpy as np
     >>> w = np.eye(3) * 5
@@ -100,28 +105,36 @@ def match_path(
     """`match` for each of several penalties, sharing what the descents have in common.
 
     The results are those of `match`, one per penalty in the given order, up to ties that rounding
-    decides. Takes (sum of J_s)^2 doubles where that is below 1 GiB, else shares nothing.
+    decides. Once three descents have diverged it keeps the products of all neurons with each other,
+    (sum of J_s)^2 doubles for each wide block of columns, where that is below 1 GiB; and the global
+    neurons once for each descent.
     """
     problem = build_problem(neurons, precisions, prior_mean, prior_precision)
-    costs = [_cost(penalty, divergence_named(divergence)) for penalty in penalties]
-    if not costs:
-        raise InputError("penalties: found none, expected at least one number")
-    prior = popularity_named(compat, len(problem.models), _positive(mass, "mass"))
+    costs = _costs(penalties, divergence_named(divergence))
+    prior = popularity_named(compat, len(problem.models), _number(mass, "mass", 1 / _LARGEST))
     passes = _whole(sweeps, "sweeps", at_least=0)
     limit = _max_width(max_width, problem)
     rng = np.random.default_rng(_whole(seed, "seed", at_least=0))
     return Descent(problem, costs, prior, limit).run(passes, rng)
 
 
-def _cost(penalty: float, divergence: Divergence) -> CostModel:
-    if not isinstance(penalty, Real) or not math.isfinite(penalty) or penalty < 0:
-        raise InputError(f"penalty: found {penalty!r}, expected a finite number of at least 0")
-    return PenalisedCost(float(penalty), divergence) if penalty else EvidenceCost()
+def _costs(penalties: Sequence[float], divergence: Divergence) -> list[CostModel]:
+    array = isinstance(penalties, np.ndarray) and penalties.ndim == 1
+    if not array and (isinstance(penalties, str) or not isinstance(penalties, Sequence)):
+        raise InputError(f"penalties: found {penalties!r}, expected a list of numbers")
+    if len(penalties) == 0:
+        raise InputError("penalties: found none, expected at least one number")
+    several = len(penalties) > 1
+    names = [f"penalties[{index}]" if several else "penalty" for index in range(len(penalties))]
+    values = [_number(value, name, 0.0) for value, name in zip(penalties, names, strict=True)]
+    return [PenalisedCost(value, divergence) if value else EvidenceCost() for value in values]
 
 
-def _positive(value: float, name: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
-        raise InputError(f"{name}: found {value!r}, expected a finite number above 0")
+def _number(value: float, name: str, at_least: float) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool | np.bool_):
+        raise InputError(f"{name}: found {value!r}, expected a number")
+    if not at_least <= value <= _LARGEST:
+        raise InputError(f"{name}: found {value!r}, expected {at_least:g} to {_LARGEST:g}")
     return float(value)
 
 

@@ -66,8 +66,13 @@ class Descent:
         widest_first = sorted(range(len(models)), key=lambda s: -models[s].width)
         branches = self._sweep(branches, widest_first)
         for _ in range(sweeps):
+            if all(len(branch.settled) == len(models) for branch in branches):
+                break
             branches = self._sweep(branches, rng.permutation(len(models)).tolist())
-        results = {cost: self._matching(branch) for branch in branches for cost in branch.costs}
+        results: dict[int, Matching] = {}
+        for branch in branches:
+            branch.posterior.refresh()  # so that the result depends on the assignments alone
+            results |= {cost: self._matching(branch) for cost in branch.costs}
         return [results[cost] for cost in range(len(self.costs))]
 
     def best(self, cost: int, shared: Shared, model: LocalModel) -> Index:
@@ -152,17 +157,17 @@ class Descent:
 
     def _matching(self, branch: Branch) -> Matching:
         posterior = branch.posterior
-        posterior.refresh()  # so that the result depends on the assignments alone
         slots = np.flatnonzero(posterior.taken())
         number = np.full(len(posterior.eta), -1, dtype=np.intp)
         number[slots] = np.arange(len(slots))
         final = posterior.at(slots)
         columns = self.problem.columns
-        precisions = np.broadcast_to(columns.spread(final.precision), final.eta.shape)
+        precisions = np.empty_like(final.eta)
+        precisions[:, columns.order] = columns.spread(final.precision)
         return Matching(
             assignments=tuple(number[a] for a in posterior.assignments if a is not None),
             means=columns.unsort(final.mean),
-            precisions=columns.unsort(precisions).copy(),
+            precisions=precisions,
             counts=posterior.counts(slots).astype(np.intp),
             history=tuple(branch.history),
             converged=len(branch.settled) == len(self.problem.models),

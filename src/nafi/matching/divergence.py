@@ -50,7 +50,7 @@ class Divergence(ABC):
         after = before + precision
         factor = self.weight(before, after) * (precision / after) ** 2
         offset = self.spread(before, after) @ posterior.columns.sizes.astype(np.float64)
-        return Quadratic(offset, factor / before**2, -2.0 * factor / before, factor)
+        return Quadratic(offset, factor / before / before, -2.0 * factor / before, factor)
 
 
 class KullbackLeibler(Divergence):
@@ -72,8 +72,7 @@ class ReverseKullbackLeibler(Divergence):
     """KL(after || before) = `1/2 sum_d [ P/P' - 1 + ln(P'/P) + P (m'-m)^2 ]`."""
 
     def spread(self, before: Array, after: Array) -> Array:
-        loss = (before - after) / after
-        return 0.5 * (loss - np.log1p(loss))
+        return 0.5 * ((before - after) / after + np.log1p((after - before) / before))
 
     def weight(self, before: Array, after: Array) -> Array:
         return 0.5 * before
@@ -131,7 +130,7 @@ DIVERGENCES: dict[str, Divergence] = {
 
 def divergence_named(name: str) -> Divergence:
     """Look a divergence up by its public name."""
-    if name in DIVERGENCES:
+    if isinstance(name, str) and name in DIVERGENCES:
         return DIVERGENCES[name]
     close = get_close_matches(str(name), DIVERGENCES, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,8 +1,8 @@
 """The global neurons while a descent runs: who owns them, and what they are believed to be.
 
 Hides: slots, which are reused and never move, so that a neuron keeps its place while models come
-and go. Promises: `forget` undoes `observe`; precisions are always summed anew from the members,
-so they stay positive however often models come and go.
+and go. Promises: `forget` undoes `observe` up to the rounding of the sums; precisions are always
+summed anew from the members, so they stay positive however often models come and go.
 """
 
 from __future__ import annotations

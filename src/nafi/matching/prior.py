@@ -6,6 +6,7 @@ Promises: costs on the scale of twice a negative log probability, as in `pfnm_co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,8 @@ class BetaBernoulli:
 
     def opened(self, count: int) -> Array:
         """(count,) `2 log(k S / gamma)` for the k-th new neuron."""
-        cost: Array = 2.0 * np.log(np.arange(1, count + 1) * (self.models / self.mass))
+        readiness = math.log(self.models) - math.log(self.mass)
+        cost: Array = 2.0 * (np.log(np.arange(1, count + 1)) + readiness)
         return cost
 
     def room(self, width: int, local: int) -> int:
@@ -72,6 +74,6 @@ POPULARITY: dict[str, type[BetaBernoulli]] = {
 
 def popularity_named(name: str, models: int, mass: float) -> BetaBernoulli:
     """The popularity terms by their public name, the `compat` of `nafi.match`."""
-    if name not in POPULARITY:
+    if not isinstance(name, str) or name not in POPULARITY:
         raise InputError(f"compat: found {name!r}, expected one of {', '.join(POPULARITY)}")
     return POPULARITY[name](models, mass)

@@ -19,6 +19,10 @@ from nafi.errors import InputError
 from nafi.matching.columns import Array, Columns
 from nafi.matching.gaussian import Gaussian
 
+# Costs multiply four such numbers; beyond these bounds they would leave the range of float64.
+_LARGEST = 1e50
+_SMALLEST_PRIOR = 1e-50
+
 
 @dataclass(frozen=True, eq=False)
 class LocalModel:
@@ -74,11 +78,11 @@ def build_problem(
     dimension = matrices[0].shape[1]
     mean = _per_column(prior_mean, dimension, "prior_mean")
     prior = _per_column(prior_precision, dimension, "prior_precision")
-    if np.any(prior <= 0):
-        at = int(np.argmax(prior <= 0))
+    if np.any(prior < _SMALLEST_PRIOR):
+        at = int(np.argmax(prior < _SMALLEST_PRIOR))
         raise InputError(
-            f"prior_precision: found {prior[at]:g} at column {at}, expected values above 0 "
-            "(a prior without precision leaves new neurons undefined)"
+            f"prior_precision: found {prior[at]:g} at column {at}, expected values above 0, at "
+            f"least {_SMALLEST_PRIOR:g} (without a prior new neurons are undefined)"
         )
     table = np.stack([prior, *_model_precisions(precisions, len(matrices), dimension)])
     columns = Columns.of_equal(table)
@@ -126,18 +130,18 @@ def _neuron_matrices(neurons: Sequence[npt.ArrayLike]) -> list[Array]:
 def _model_precisions(
     precisions: float | Sequence[npt.ArrayLike], count: int, dimension: int
 ) -> list[Array]:
-    if isinstance(precisions, Real) or (
-        isinstance(precisions, np.ndarray) and precisions.ndim == 0
-    ):
-        given: list[npt.ArrayLike] = [float(precisions)] * count
+    given: list[npt.ArrayLike]
+    if isinstance(precisions, Real) or getattr(precisions, "ndim", None) == 0:
+        given = [_per_column(precisions, dimension, "precisions")] * count  # type: ignore[arg-type]
     else:
-        try:
-            given = list(precisions)  # type: ignore[arg-type]
-        except TypeError:
+        if isinstance(precisions, str | bytes | np.ma.MaskedArray) or not (
+            isinstance(precisions, Sequence) or hasattr(precisions, "__array__")
+        ):
             raise InputError(
                 f"precisions: found {type(precisions).__name__}, "
                 "expected a number or a list with one entry per model"
-            ) from None
+            )
+        given = list(precisions)  # type: ignore[arg-type]
         if len(given) != count:
             raise InputError(
                 f"precisions: found {len(given)} entries, expected a number or one entry for each "
@@ -167,21 +171,27 @@ def _per_column(values: npt.ArrayLike, dimension: int, where: str) -> Array:
 
 
 def _real_array(values: npt.ArrayLike, where: str) -> Array:
+    if isinstance(values, np.ma.MaskedArray):
+        raise InputError(f"{where}: found a masked array, expected numbers; fill its gaps first")
     try:
         array = np.asarray(values)
-        if array.dtype.kind not in "fiub":
-            raise TypeError(f"dtype {array.dtype}")
-        return array.astype(np.float64, copy=False)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever the caller's object raises on conversion
         raise InputError(f"{where}: expected real numbers in one array, but {error}") from None
+    if array.dtype.kind not in "fiub":
+        raise InputError(
+            f"{where}: found {type(values).__name__} of dtype {array.dtype}, expected real numbers"
+        )
+    with np.errstate(over="ignore"):  # too large a number becomes infinite, and is refused
+        return array.astype(np.float64, copy=False)
 
 
 def _require_finite(array: Array, where: str) -> None:
-    finite = np.isfinite(array)
-    if not finite.all():
-        at = tuple(int(i) for i in np.argwhere(~finite)[0])
-        found = array[at]
+    """Also refuses numbers whose products with each other would leave the range of float64."""
+    usable = np.abs(array) <= _LARGEST
+    if not usable.all():
+        at = tuple(int(i) for i in np.argwhere(~usable)[0])
+        place = f" at {at}" if at else ""
         raise InputError(
-            f"{where}: found {found} at {at if at else 'the value'} "
-            f"({int((~finite).sum())} such values), expected finite numbers"
+            f"{where}: found {array[at]:g}{place} ({int((~usable).sum())} such values), "
+            f"expected finite numbers of at most {_LARGEST:g}"
         )
