@@ -59,7 +59,8 @@ def test_whole_runs_equal_the_plain_algorithm(
     seed: int,
 ) -> None:
     """Order of models, sweeps, mass, width limit and both popularity terms, end to end."""
-    assume(all(t.any() for t in case.precisions))  # else every match costs the same
+    # Without zeros: where two models know different columns, some matches cost the same.
+    case.precisions = [np.maximum(t, 0.1) for t in case.precisions]
     widest = max(len(w) for w in case.neurons)
     limit = None if spare is None else widest + spare
     options = {"mass": mass, "penalty": penalty, "divergence": name, "sweeps": sweeps, "seed": seed}
