@@ -27,8 +27,10 @@ def test_demo_writes_a_picture_and_recovers_the_neurons(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     rows = {row["method"]: row for row in result["rows"]}
-    assert rows["nafi"]["error"] < rows["pfnm"]["error"] < rows["average by position"]["error"]
-    assert rows["nafi"]["agreement"] > 0.8
+    errors = [rows[name]["error"] for name in rows]
+    assert list(rows)[:2] == ["average by position", "pfnm"]
+    assert errors == sorted(errors, reverse=True)  # each row better than the one before
+    assert rows["nafi, penalty 1"]["agreement"] > 0.95
     assert (tmp_path / "nafi-demo.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["nafi-demo.png"]
 
@@ -100,6 +102,7 @@ def test_inspect_says_what_is_wrong_with_the_model(tmp_path: Path) -> None:
     shape = ["--input-shape", "1,8,8"]
     for arguments, words in [
         (["networks"], "expected package.module:factory"),
+        (["networks.py:lenet"], "write networks:lenet"),
         (["nowhere:net"], "cannot import nowhere"),
         (["networks:lent", *shape], "networks has no function or class 'lent'"),
         (["networks:broken", *shape], "networks:broken() failed: RuntimeError: no weights here"),

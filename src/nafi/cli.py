@@ -56,7 +56,11 @@ def inspect(
     model: Annotated[str, typer.Option(help="package.module:factory, called without arguments.")],
     input_shape: Annotated[
         list[str] | None,
-        typer.Option(help="An input without its batch, like 3,32,32; once per input."),
+        typer.Option(
+            metavar="SIZES",
+            help="An input of numbers without its batch, like 3,32,32; once per input. For any "
+            "other input write a function example_inputs() beside the factory.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -98,8 +102,10 @@ def demo(
     clients = demo_clients(seed)
     rows = run_demo(clients, seed)
     pictures = [(f"client {s + 1}", neurons) for s, neurons in enumerate(clients.neurons)]
+    pictures.append(("average by\nposition", rows[0].neurons))
     pictures += [(row.method, recovered(clients, row.matching)) for row in rows if row.matching]
-    draw_neurons([*pictures, ("truth", clients.truth)], SIDE, out)
+    title = "Clients' neurons in their own order; what matching makes of them in that of the truth"
+    draw_neurons([*pictures, ("truth", clients.truth)], SIDE, title, out)
     fields = ["method", "width", "agreement", "error", "seconds"]
     if as_json:
         results = [{field: getattr(row, field) for field in fields} for row in rows]
@@ -107,12 +113,14 @@ def demo(
         return
     table = Table(
         title=f"{len(clients.neurons)} clients with {len(clients.neurons[0])} of "
-        f"{len(clients.truth)} neurons each, as much noise as signal"
+        f"{len(clients.truth)} neurons each, as much noise as signal",
+        caption="F1: of all pairs of local neurons, those rightly found to be one. Error: root "
+        "mean square distance to the true neuron; the noise is 1.",
     )
-    for heading in ["method", "global neurons", "pairs found (F1)", "error", "seconds"]:
+    for heading in ["method", "global neurons", "F1", "error", "ms"]:
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for row in rows:
-        cells = [f"{row.agreement:.3f}", f"{row.error:.3f}", f"{row.seconds:.3f}"]
+        cells = [f"{row.agreement:.3f}", f"{row.error:.3f}", f"{1000 * row.seconds:.1f}"]
         table.add_row(row.method, str(row.width), *cells)
     console = Console()
     console.print(table)

@@ -21,8 +21,9 @@ from nafi.errors import InputError
 def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
     """Call the factory; also return `example_inputs` of its module, if there is one."""
     module_name, _, factory_name = name.partition(":")
-    if not module_name or not factory_name:
-        raise InputError(f"--model: found {name!r}, expected package.module:factory")
+    if not module_name or not factory_name or module_name.endswith(".py"):
+        hint = f"; write {module_name[:-3]}:{factory_name}" if module_name.endswith(".py") else ""
+        raise InputError(f"--model: found {name!r}, expected package.module:factory{hint}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

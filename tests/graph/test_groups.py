@@ -32,6 +32,9 @@ def test_lenet_by_hand() -> None:
     assert spec.axes["conv1.weight"] == (axis(("conv1",)), axis((3,)), axis((5,)), axis((5,)))
     assert spec.axes["fc1.weight"] == (axis(("fc1",)), axis(("conv2", 25)))
     assert spec.axes["fc3.bias"] == (axis((10,)),)
+    pinned = {(p.tensor, p.axis): p.size for p in spec.pinned}
+    assert pinned["fc1.weight", 1] == 25
+    assert str(spec).splitlines()[0] == "conv1: 6 in conv1.weight, conv1.bias, conv2.weight"
     assert Place("fc1.weight", 1) in spec.consumed
     assert Place("fc1.weight", 0) not in spec.consumed
 

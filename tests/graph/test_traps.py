@@ -453,6 +453,9 @@ def test_bad_arguments_are_named() -> None:
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: gather(state, spec, "zz"), "no group 'zz'"),
         (lambda: gather({}, spec, "0"), "lacks 0.weight"),
+        (lambda: gather(model, spec, "0"), r"found Sequential; write model.state_dict\(\)"),  # type: ignore[arg-type]
+        (lambda: permute(state, spec, {}), "expected an nn.Module, found OrderedDict"),  # type: ignore[arg-type]
+        (lambda: fold_batchnorm(state, spec), "expected an nn.Module"),  # type: ignore[arg-type]
         (lambda: gather(other.state_dict(), spec, "0"), r"0.weight: found shape \(4, 5\)"),
         (lambda: permute(model, spec, {"0": torch.arange(6.0)}), "torch.float32"),
         (lambda: permute(model, spec, {"0": "abc"}), "found 'abc'"),  # type: ignore[dict-item]

@@ -33,6 +33,7 @@ class DemoRow:
     agreement: float
     error: float
     seconds: float
+    neurons: Array
     matching: Matching | None
 
 
@@ -46,7 +47,7 @@ def demo_clients(seed: int) -> SyntheticClients:
 def run_demo(clients: SyntheticClients, seed: int) -> list[DemoRow]:
     """Average by position, as FedAvg would, and match with and without the penalty."""
     rows = [_average_by_position(clients)]
-    for method, penalty in [("pfnm", 0.0), ("nafi", 0.1)]:
+    for method, penalty in [("pfnm", 0.0), ("nafi, penalty 0.1", 0.1), ("nafi, penalty 1", 1.0)]:
         start = time.perf_counter()
         found = match(clients.neurons, precisions=1 / NOISE**2, penalty=penalty, seed=seed)
         seconds = time.perf_counter() - start
@@ -57,6 +58,7 @@ def run_demo(clients: SyntheticClients, seed: int) -> list[DemoRow]:
                 pair_agreement(found.assignments, clients.owned),
                 _error(clients, [found.means[assigned] for assigned in found.assignments]),
                 seconds,
+                found.means,
                 found,
             )
         )
@@ -91,6 +93,7 @@ def _average_by_position(clients: SyntheticClients) -> DemoRow:
         pair_agreement(positions, clients.owned),
         _error(clients, [mean] * len(clients.neurons)),
         seconds,
+        mean,
         None,
     )
 

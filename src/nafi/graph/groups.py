@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -304,10 +305,10 @@ class _Walk:
         for name, value in self.tensors.items():
             for index, axis in enumerate(value.axes):
                 for segment in resolve(axis):
-                    for atom in segment:
-                        if atom not in names:
-                            key = (name, index, atom.pinned or Pin("nothing depends on it"))
-                            found[key] = found.get(key, 0) + atom.size
+                    held = [atom for atom in segment if atom not in names]
+                    if held:
+                        key = (name, index, held[0].pinned or Pin("nothing depends on it"))
+                        found[key] = found.get(key, 0) + prod(atom.size for atom in held)
         return tuple(
             Pinned(name, index, size, pin.reason, pin.op)
             for (name, index, pin), size in found.items()

@@ -26,8 +26,8 @@ def permute(model: nn.Module, spec: ModelSpec, permutations: Permutations) -> nn
     permutations: (width,) for a group; for one with a parent also (parent's width, width), where
         row p belongs to the p-th member of the parent as the given network counts them.
     """
-    twin = copy.deepcopy(model)
     state = permute_state(named_tensors(model), spec, permutations)
+    twin = copy.deepcopy(model)
     with torch.no_grad():
         for name, tensor in named_tensors(twin).items():
             tensor.data.copy_(state[name])

@@ -107,6 +107,14 @@ class ModelSpec:
     def widths(self) -> dict[str, int]:
         return {name: group.width for name, group in self.groups.items()}
 
+    def __str__(self) -> str:
+        """A line a group: its name, its width and the tensors that hold it."""
+        lines = [
+            f"{name}: {group.width} in {', '.join(self.tensors(name))}"
+            for name, group in self.groups.items()
+        ]
+        return "\n".join(lines) or "no groups"
+
     def places(self, group: str) -> Iterator[Place]:
         """Every axis that carries neurons of the group."""
         for tensor, axes in self.axes.items():
@@ -180,6 +188,9 @@ class ModelSpec:
 
     def check_shapes(self, state: Mapping[str, Tensor]) -> None:
         """Refuse a state dict whose tensors are not those of the spec."""
+        if not isinstance(state, Mapping):
+            found = type(state).__name__
+            raise SpecError(f"expected a state dict, found {found}; write model.state_dict()")
         missing = [name for name in self.axes if name not in state]
         if missing:
             raise SpecError(f"the state dict lacks {', '.join(missing)}, which the spec describes")
@@ -187,9 +198,9 @@ class ModelSpec:
         if extra:
             raise SpecError(f"the spec says nothing of {', '.join(extra)}")
         for name in self.axes:
-            found, expected = tuple(state[name].shape), self.shape(name)
-            if found != expected:
-                raise SpecError(f"{name}: found shape {found}, expected {expected} from the spec")
+            shape, expected = tuple(state[name].shape), self.shape(name)
+            if shape != expected:
+                raise SpecError(f"{name}: found shape {shape}, expected {expected} from the spec")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` reads it back."""
@@ -230,8 +241,10 @@ class ModelSpec:
             for group in groups.values():
                 if group.parent is not None and group.parent not in groups:
                     raise SpecError(f"group {group.name} has an unknown parent {group.parent!r}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SpecError(f"this is not a ModelSpec: {error!r}") from None
+        except KeyError as error:
+            raise SpecError(f"this is not a ModelSpec: it lacks {error}") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise SpecError(f"this is not a ModelSpec: {error}") from None
         for tensor, tensor_axes in axes.items():
             for axis in tensor_axes:
                 for segment in axis:

@@ -7,6 +7,7 @@ parameter and buffer the tensor of the module that it is.
 
 from __future__ import annotations
 
+import logging
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -129,6 +130,8 @@ def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers under all their names, as the tensors that the module holds."""
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"expected an nn.Module, found {type(model).__name__}")
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
@@ -182,7 +185,7 @@ def _export(model: nn.Module, example_inputs: Inputs) -> ExportedProgram:
     if not isinstance(model, nn.Module):
         raise SpecError(f"expected an nn.Module, found {type(model).__name__}")
     check_inputs(example_inputs)
-    with evaluating(model), warnings.catch_warnings():
+    with evaluating(model), warnings.catch_warnings(), _quiet_torch():
         warnings.simplefilter("ignore")
         try:
             model(*example_inputs)
@@ -195,8 +198,19 @@ def _export(model: nn.Module, example_inputs: Inputs) -> ExportedProgram:
         except Exception as error:
             raise SpecError(
                 f"torch.export cannot trace {type(model).__name__}: {first_line(error)}. Data "
-                "dependent control flow must go, or write the ModelSpec by hand"
+                "dependent control flow must go, or write the ModelSpec by hand (docs/graph.md)"
             ) from error
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Whatever torch.export has to say comes in the error that it raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def check_inputs(example_inputs: Inputs) -> None:

@@ -30,14 +30,15 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(partial, dpi=150)
 
 
-def draw_neurons(rows: Sequence[tuple[str, Array]], side: int, path: Path) -> None:
+def draw_neurons(rows: Sequence[tuple[str, Array]], side: int, title: str, path: Path) -> None:
     """Rows of neurons, each neuron a small square picture.
 
     rows: (label, (n, side * side) neurons); a row of NaN leaves a gap, for an absent neuron.
     """
     columns = max(len(neurons) for _, neurons in rows)
     scale = max(float(np.nanmax(np.abs(neurons))) for _, neurons in rows)
-    figure = Figure(figsize=(0.36 * columns + 2.4, 0.42 * len(rows) + 0.5), layout="constrained")
+    figure = Figure(figsize=(0.36 * columns + 2.4, 0.42 * len(rows) + 0.8), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
     for index, (label, neurons) in enumerate(rows):
         # One picture per row keeps hundreds of neurons quick to draw.
         gap = np.full((side, 1), np.nan)
