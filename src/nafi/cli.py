@@ -103,7 +103,11 @@ def demo(
     rows = run_demo(clients, seed)
     pictures = [(f"client {s + 1}", neurons) for s, neurons in enumerate(clients.neurons)]
     pictures.append(("average by\nposition", rows[0].neurons))
-    pictures += [(row.method, recovered(clients, row.matching)) for row in rows if row.matching]
+    pictures += [
+        (row.method.replace(", ", ",\n"), recovered(clients, row.matching))
+        for row in rows
+        if row.matching is not None
+    ]
     title = "Clients' neurons in their own order; what matching makes of them in that of the truth"
     draw_neurons([*pictures, ("truth", clients.truth)], SIDE, title, out)
     fields = ["method", "width", "agreement", "error", "seconds"]

@@ -80,6 +80,15 @@ def causal_tokens(self: Any, x: Tensor) -> Tensor:
     return self.out(F.scaled_dot_product_attention(*parts, is_causal=True).mean(1))
 
 
+def grouped_queries(self: Any, x: Tensor) -> Tensor:
+    heads = [
+        layer(x).view(2, 7, count, -1).transpose(1, 2)
+        for layer, count in ((self.q, 6), (self.k, 2), (self.v, 2))
+    ]
+    mixed = F.scaled_dot_product_attention(*heads, enable_gqa=True)
+    return self.out(mixed.transpose(1, 2).flatten(2))
+
+
 def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(3)))
 
@@ -122,6 +131,18 @@ def parameter(*shape: int) -> nn.Parameter:
             ),
             VECTORS,
             {"shift", "q", "v"},
+        ),
+        (
+            net(
+                grouped_queries,
+                q=nn.Linear(8, 24),
+                k=nn.Linear(8, 8),
+                v=nn.Linear(8, 10),
+                out=nn.Linear(30, 3),
+            ),
+            TOKENS,
+            # two heads of keys and values, three queries in each, the width of a head, of a value
+            {"q", "q/2", "q/3", "v"},
         ),
         (
             net(lambda self, x: self.b(self.a(x).flip(-1)), a=nn.Linear(5, 6), b=nn.Linear(6, 2)),
@@ -423,6 +444,20 @@ def test_a_layer_that_starts_at_zero_does_not_hide_a_fixed_number_of_heads() -> 
         SpecError, match=r"computes something else.*view to a size with 4 \(group q\)"
     ):
         rebuild(model, spec, {"q": 2})
+
+
+def test_a_norm_without_weights_follows() -> None:
+    model = net(
+        lambda self, x: self.b(self.norm(self.a(x))),
+        a=nn.Linear(5, 6),
+        norm=nn.LayerNorm(6, elementwise_affine=False),
+        b=nn.Linear(6, 2),
+    )
+    spec = nafi.groups(model, (VECTORS,))
+    assert spec.groups["a"].rigid == "layer_norm"
+    wide = rebuild(model, spec, {"a": 8})
+    assert tuple(wide.norm.normalized_shape) == (8,)
+    assert tuple(model.norm.normalized_shape) == (6,)
 
 
 def test_a_fixed_slice_is_named() -> None:

@@ -229,6 +229,12 @@ def _adapt(
             if type(value) is int and value in sizes and not _is_builtin(module):
                 setattr(module, name, sizes[value])
                 adapted = True
+        for norm in module.children():
+            # Without weights there is no tensor that its shape could have been taken from.
+            if isinstance(norm, nn.LayerNorm) and norm.weight is None:
+                shape = tuple(sizes.get(n, n) for n in norm.normalized_shape)
+                adapted |= shape != tuple(norm.normalized_shape)
+                norm.normalized_shape = shape
     return adapted
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nafi.graph.atoms import Axis, size_of
+from nafi.graph.atoms import Axis, fresh, product, size_of
 from nafi.graph.rules.calls import Call, Value, rule, unknown
 from nafi.graph.rules.pointwise import broadcast
 
@@ -109,7 +109,12 @@ def attention(call: Call) -> Value:
     """softmax(q k^T scale) v; the scale follows from the width of a head unless it is given."""
     query, key, value = call["query"], call["key"], call["value"]
     if call.get("enable_gqa"):
-        return unknown(call)[0]
+        # Each head of keys and values serves several queries, whose order among them is free.
+        copies = fresh(size_of(query.axes[-3]) // size_of(key.axes[-3]))
+        key, value = (
+            Value([*v.axes[:-3], product(v.axes[-3], copies), *v.axes[-2:]], v.source)
+            for v in (key, value)
+        )
     batch = list(range(len(query.axes) - 2))
     scores = contract(
         call,
