@@ -17,10 +17,8 @@ from nafi.matching.cost import CostModel, EvidenceCost, PenalisedCost
 from nafi.matching.descent import Descent
 from nafi.matching.divergence import Divergence, divergence_named
 from nafi.matching.prior import popularity_named
-from nafi.matching.problem import Problem, build_problem
+from nafi.matching.problem import LARGEST, Problem, build_problem
 from nafi.matching.result import Matching
-
-_LARGEST = 1e50
 
 
 def match(
@@ -64,8 +62,8 @@ def match(
         A `Matching`; with one model alone, its own posterior.
 
     Cost: O(I J D) for each model and sweep with I global neurons, and an assignment problem.
-    Memory: the neurons in float64 (twice if their precisions differ by column), and about four
-    times the global neurons.
+    Memory: the neurons in float64 (twice if their precisions differ by column), and at most
+    about six times the global neurons.
 
     >>> import numpy as np
     >>> w = np.eye(3) * 5
@@ -111,7 +109,7 @@ def match_path(
     """
     problem = build_problem(neurons, precisions, prior_mean, prior_precision)
     costs = _costs(penalties, divergence_named(divergence))
-    prior = popularity_named(compat, len(problem.models), _number(mass, "mass", 1 / _LARGEST))
+    prior = popularity_named(compat, len(problem.models), _number(mass, "mass", 1 / LARGEST))
     passes = _whole(sweeps, "sweeps", at_least=0)
     limit = _max_width(max_width, problem)
     rng = np.random.default_rng(_whole(seed, "seed", at_least=0))
@@ -133,8 +131,8 @@ def _costs(penalties: Sequence[float], divergence: Divergence) -> list[CostModel
 def _number(value: float, name: str, at_least: float) -> float:
     if not isinstance(value, Real) or isinstance(value, bool | np.bool_):
         raise InputError(f"{name}: found {value!r}, expected a number")
-    if not at_least <= value <= _LARGEST:
-        raise InputError(f"{name}: found {value!r}, expected {at_least:g} to {_LARGEST:g}")
+    if not at_least <= value <= LARGEST:
+        raise InputError(f"{name}: found {value!r}, expected {at_least:g} to {LARGEST:g}")
     return float(value)
 
 

@@ -20,7 +20,7 @@ from nafi.matching.columns import Array, Columns
 from nafi.matching.gaussian import Gaussian
 
 # Costs multiply four such numbers; beyond these bounds they would leave the range of float64.
-_LARGEST = 1e50
+LARGEST = 1e50
 _SMALLEST_PRIOR = 1e-50
 
 
@@ -187,11 +187,11 @@ def _real_array(values: npt.ArrayLike, where: str) -> Array:
 
 def _require_finite(array: Array, where: str) -> None:
     """Also refuses numbers whose products with each other would leave the range of float64."""
-    usable = np.abs(array) <= _LARGEST
+    usable = np.abs(array) <= LARGEST
     if not usable.all():
         at = tuple(int(i) for i in np.argwhere(~usable)[0])
         place = f" at {at}" if at else ""
         raise InputError(
             f"{where}: found {array[at]:g}{place} ({int((~usable).sum())} such values), "
-            f"expected finite numbers of at most {_LARGEST:g}"
+            f"expected finite numbers of at most {LARGEST:g}"
         )
