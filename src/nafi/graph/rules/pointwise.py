@@ -74,7 +74,7 @@ def _returns_positions(call: Call) -> bool:
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "flip", "roll", "sort", "argsort", "cummax", "diff")
-@rule("index_select", "topk", "kthvalue", "select_scatter", "searchsorted")
+@rule("index_select", "topk", "kthvalue")
 def along(call: Call) -> list[Value]:
     """Told apart along some axes, each slice by itself."""
     value: Value = call["self"]
