@@ -150,6 +150,11 @@ def parameter(*shape: int) -> nn.Parameter:
             set(),
         ),
         (
+            net(lambda self, x: self.b(self.a(x).roll(1)), a=nn.Linear(5, 6), b=nn.Linear(6, 2)),
+            VECTORS,
+            set(),
+        ),
+        (
             net(
                 lambda self, x: self.b(self.a(x).roll(1, 2).cumsum(2).mean((2, 3))),
                 a=nn.Conv2d(3, 6, 1),

@@ -79,8 +79,9 @@ def along(call: Call) -> list[Value]:
     """Told apart along some axes, each slice by itself."""
     value: Value = call["self"]
     dims = call.get("dim", call.get("dims"))
-    if len([v for v in call.values() if v is not value]) > (call.op.name == "index_select"):
-        return unknown(call)
+    others = [v for v in call.values() if v is not value]
+    if dims is None or dims == [] or len(others) > (call.op.name == "index_select"):
+        return unknown(call)  # without axes, `roll` goes along all of them at once
     told = {d % len(value.axes) for d in ([dims] if isinstance(dims, int) else dims)}
     for d in told:
         call.fix(value.axes[d])
