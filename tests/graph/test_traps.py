@@ -242,6 +242,7 @@ def test_found_groups_are_just_the_free_ones(
         lambda self, x: self.b(self.a(x)) * self.scalar.squeeze(-1),
         lambda self, x: self.b(torch.frexp(self.a(x))[0]),  # pointwise with two results
         lambda self, x: self.b(self.a(x) + torch.randn_like(self.a(x))),  # random in eval mode
+        lambda self, x: self.b(F.dropout(self.a(x), 0.5, training=True)),
     ],
 )
 def test_odd_but_legitimate_networks_are_analysed(forward: Callable[..., Any]) -> None:

@@ -244,4 +244,5 @@ def _op(node: torch.fx.Node) -> Op:
             arguments[argument.name] = argument.default_value
     name = schema.name.split("::")[1]
     name = name.rstrip("_") if not name.startswith("_") else name
-    return Op(name, node, arguments, torch.Tag.pointwise in target.tags)
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    return Op(name, node, arguments, torch.Tag.pointwise in target.tags and not random)

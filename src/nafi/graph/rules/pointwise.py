@@ -17,6 +17,8 @@ from nafi.graph.rules.calls import Call, Value, rule, unknown
 @rule("dropout", "alpha_dropout", "feature_dropout", "relu6", "hardswish", "rrelu", "copy")
 def elementwise(call: Call) -> Value:
     """Axes that meet are the same; those of size 1 are repeated."""
+    if call.get("train"):  # dropout in eval mode: which neuron is dropped depends on its place
+        return unknown(call)[0]
     return broadcast(call, call.values())
 
 
@@ -33,7 +35,7 @@ def broadcast(call: Call, values: Sequence[Value]) -> Value:
 
 
 @rule("contiguous", "clone", "detach", "alias", "to", "_to_copy", "type_as", keeps_stacks=True)
-@rule("lift_fresh_copy", "lift_fresh", "native_dropout", "bernoulli", keeps_stacks=True)
+@rule("lift_fresh_copy", "lift_fresh", keeps_stacks=True)
 def unchanged(call: Call) -> Value:
     value: Value = call["self"] if isinstance(call.get("self"), Value) else call.values()[0]
     return replace(value)
