@@ -30,9 +30,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_folding_and_attaching_keep_the_function(name: str) -> None:
-    entry = next(e for e in zoo.OURS + zoo.FOREIGN if e.name == name)
-    torch.manual_seed(0)
-    model, inputs = entry.build(), entry.example_inputs()
+    model, inputs = zoo.seeded(name)
     spec = nafi.groups(model, inputs, check=False)
     before = outputs(model, inputs)
     folded, folded_spec = fold_batchnorm(model, spec)

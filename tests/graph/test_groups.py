@@ -41,11 +41,7 @@ def test_lenet_by_hand() -> None:
 
 def test_unet_decoder_reads_two_groups_at_their_offsets() -> None:
     """The skip comes first, then what was sampled up: the offset is the skip's width."""
-    torch.manual_seed(0)
-    model = next(e for e in zoo.OURS if e.name == "unet_bilinear").build()
-    spec = nafi.groups(
-        model, next(e for e in zoo.OURS if e.name == "unet_bilinear").example_inputs()
-    )
+    spec = nafi.groups(*zoo.seeded("unet_bilinear"))
     concatenated = [axes[1] for axes in spec.axes.values() if len(axes) > 1 and len(axes[1]) == 2]
     assert len(concatenated) == 4
     for first, second in concatenated:
@@ -298,17 +294,12 @@ def test_gathered_columns_know_where_they_came_from() -> None:
 # ------------------------------------------------------------------------------ helpers
 
 
-def entry(name: str) -> zoo.Entry:
-    return next(e for e in zoo.OURS + zoo.FOREIGN if e.name == name)
-
-
 def zoo_model(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return entry(name).build()
+    return zoo.seeded(name)[0]
 
 
 def zoo_inputs(name: str) -> tuple[Tensor, ...]:
-    return entry(name).example_inputs()
+    return zoo.seeded(name)[1]
 
 
 def zoo_shape(name: str) -> tuple[int, ...]:

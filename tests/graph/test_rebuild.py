@@ -44,9 +44,7 @@ def test_a_batch_is_never_regrouped_in_silence() -> None:
 
 
 def test_heads_of_a_hand_written_attention_follow() -> None:
-    torch.manual_seed(0)
-    entry = next(e for e in zoo.OURS if e.name == "vit_fused")
-    model, inputs = entry.build(), entry.example_inputs()
+    model, inputs = zoo.seeded("vit_fused")
     spec = nafi.groups(model, inputs)
     wide = rebuild(model, spec, {"blocks.0.attention.qkv": 6})
     assert wide.blocks[0].attention.heads == 6
@@ -55,10 +53,8 @@ def test_heads_of_a_hand_written_attention_follow() -> None:
 
 
 def test_recurrent_layers_change_together() -> None:
-    entry = next(e for e in zoo.OURS if e.name == "lstm")
-    torch.manual_seed(0)
-    model = entry.build()
-    spec = nafi.groups(model, entry.example_inputs())
+    model, inputs = zoo.seeded("lstm")
+    spec = nafi.groups(model, inputs)
     with pytest.raises(SpecError, match="one hidden_size for all layers"):
         rebuild(model, spec, {"lstm": 9})
     assert rebuild(model, spec, {"lstm": 9, "lstm/2": 9}).lstm.hidden_size == 9
@@ -66,10 +62,8 @@ def test_recurrent_layers_change_together() -> None:
 
 def test_attention_modules_change_together_with_the_residual_stream() -> None:
     """A rigid group may change if asked for; only its shapes can be checked then."""
-    entry = next(e for e in zoo.OURS if e.name == "self_attention")
-    torch.manual_seed(0)
-    model = entry.build()
-    spec = nafi.groups(model, entry.example_inputs())
+    model, inputs = zoo.seeded("self_attention")
+    spec = nafi.groups(model, inputs)
     with pytest.raises(SpecError, match="MultiheadAttention needs heads x head width"):
         rebuild(model, spec, {"embed": 15})
     wide = rebuild(model, spec, {"embed": 15, "attention": 5})

@@ -82,11 +82,9 @@ COVERAGE = {
 @cache
 def analysed(name: str) -> tuple[nn.Module, tuple[Tensor, ...], ModelSpec]:
     """The network in float64 and eval mode, its inputs, and a spec that has not been checked."""
-    torch.manual_seed(0)
-    model = ENTRIES[name].build().double().eval()
-    inputs = tuple(
-        x.double() if x.is_floating_point() else x for x in ENTRIES[name].example_inputs()
-    )
+    model, given = zoo.seeded(name)
+    model = model.double().eval()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpecWarning)
         return model, inputs, groups(model, inputs, check=False)
@@ -106,12 +104,16 @@ def gap(one: list[Tensor], two: list[Tensor]) -> float:
 
 
 def random_orders(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
+    """Orders in which no neuron keeps its place: random, then moved on by one."""
     generator = torch.Generator().manual_seed(seed)
     orders = {}
     for name, group in spec.groups.items():
-        rows = spec.groups[group.parent].width if group.parent else 1
-        order = [torch.randperm(group.width, generator=generator) for _ in range(rows)]
-        orders[name] = torch.stack(order) if group.parent else order[0]
+        rows = []
+        for _ in range(spec.groups[group.parent].width if group.parent else 1):
+            names = torch.randperm(group.width, generator=generator)
+            rows.append(names.roll(1)[names.argsort()])
+        assert all((row != torch.arange(group.width)).all() for row in rows)
+        orders[name] = torch.stack(rows) if group.parent else rows[0]
     return orders
 
 

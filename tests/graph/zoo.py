@@ -1122,3 +1122,14 @@ FOREIGN: tuple[Entry, ...] = (
     entry("gpt2_language_model", lambda: transformers_gpt2(True), tokens(31, 9), resizable=False),
     entry("transformers_vit", transformers_vit, floats((3, 20, 28)), resizable=False),
 )
+
+
+def named(name: str) -> Entry:
+    """The entry of this name."""
+    return next(entry for entry in OURS + FOREIGN if entry.name == name)
+
+
+def seeded(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The network of this name, always the same, and its inputs."""
+    torch.manual_seed(0)
+    return named(name).build(), named(name).example_inputs()
