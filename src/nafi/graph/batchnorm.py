@@ -50,10 +50,14 @@ def fold_batchnorm(model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, ModelS
     )
 
 
-def attach_batchnorm(model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, ModelSpec]:
-    """A copy with an identity in place of every folded normalisation, so that training can go on.
+def attach_batchnorm(
+    model: nn.Module, spec: ModelSpec, like: nn.Module | None = None
+) -> tuple[nn.Module, ModelSpec]:
+    """A copy with a normalisation in place of every folded one, so that training can go on.
 
-    Mean 0, variance 1 - eps, scale 1, shift 0: nothing changes in eval mode.
+    Mean 0, variance 1 - eps, scale 1, shift 0: nothing changes in eval mode. Where the layer of the
+    network `like`, from before folding, had no bias, the bias goes into the shift, so that the copy
+    has the tensors of that network again.
     """
     twin = copy.deepcopy(model)
     axes = dict(spec.axes)
@@ -63,6 +67,10 @@ def attach_batchnorm(model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, Mode
         if not isinstance(bias, Tensor):
             raise SpecError(f"{layer_name} has no bias, so nothing was folded into it")
         norm = _identity_norm(layer, bias)
+        if like is not None and like.get_submodule(layer_name).bias is None:
+            with torch.no_grad():
+                norm.bias.copy_(bias)
+            layer.register_parameter("bias", None)
         _replace(twin, twin.get_submodule(norm_name), norm)
         for name, tensor in norm.state_dict().items():
             axes[f"{norm_name}.{name}"] = axes[f"{layer_name}.bias"] if tensor.ndim else ()

@@ -33,6 +33,11 @@ class Block:
         """The unfolded dimensions, axis by axis."""
         return tuple(factor for segment in self.segments for factor in segment.factors)
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axis of the tensor that each unfolded dimension belongs to."""
+        return tuple(axis for axis, segment in enumerate(self.segments) for _ in segment.factors)
+
     def unfold(self, tensor: Tensor, widths: Mapping[str, int]) -> Tensor:
         """The block with one dimension per factor; a view where the memory allows it."""
         shape = [widths[f] if isinstance(f, str) else f for f in self.factors]
@@ -61,17 +66,17 @@ def transform(
     tensor: Tensor,
     axes: Sequence[Axis],
     widths: Mapping[str, int],
-    change: Callable[[Tensor, tuple[Factor, ...]], Tensor],
+    change: Callable[[Tensor, Block], Tensor],
     new_widths: Mapping[str, int] | None = None,
 ) -> Tensor:
     """Put every unfolded block through `change` and assemble the results, at other widths if asked.
 
-    change: (block with one dimension per factor, factors) -> the same, each group at its new width
+    change: (unfolded block, the block) -> the same, each group at its new width
     """
     target = widths if new_widths is None else new_widths
     shape = [sum(segment.size(target) for segment in axis) for axis in axes]
     result = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     for old, new in zip(blocks(axes, widths), blocks(axes, target), strict=True):
-        changed = change(old.unfold(tensor, widths), old.factors)
+        changed = change(old.unfold(tensor, widths), old)
         result[new.where] = changed.reshape(new.size(target))
     return result

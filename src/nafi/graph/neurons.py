@@ -6,7 +6,7 @@ are inverse to each other, and every column knows the tensor and the role that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,20 +26,28 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Columns that come from one block of one tensor.
+class Stretch:
+    """What one block of one tensor says of a group's neurons.
 
-    where: their place in the matrix
-    factors: what the columns are made of, the outermost first: groups and fixed sizes
-    rows: the dimensions of the unfolded block that the rows of the matrix are
+    rows: the dimensions of the unfolded block that are the neurons, a parent first
     """
 
     tensor: str
     role: Role
-    where: slice
-    factors: tuple[Factor, ...]
     block: Block
     rows: tuple[int, ...]
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """What its columns are made of, the outermost first: groups and fixed sizes."""
+        return tuple(f for dim, f in enumerate(self.block.factors) if dim not in self.rows)
+
+
+@dataclass(frozen=True)
+class Columns(Stretch):
+    """A stretch with its place in the matrix."""
+
+    where: slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,28 +72,32 @@ def gather(state: Mapping[str, Tensor], spec: ModelSpec, group: str) -> Neurons:
 
     A tensor that has the group on two axes (a layer that feeds itself) gives two stretches.
     """
-    spec.group(group)
     spec.check_shapes(state)
+    found = stretches(spec, group, [name for name in spec.axes if holds_numbers(state[name])])
+    parts: list[Tensor] = []
+    columns: list[Columns] = []
+    start = 0
+    for stretch in found:
+        part = rows_first(stretch.block.unfold(state[stretch.tensor], spec.widths), stretch.rows)
+        where = slice(start, start + part.shape[1])
+        start = where.stop
+        parts.append(part)
+        columns.append(Columns(**vars(stretch), where=where))
+    return Neurons(group, torch.cat(parts, dim=1), tuple(columns))
+
+
+def stretches(spec: ModelSpec, group: str, tensors: Collection[str]) -> list[Stretch]:
+    """All that these tensors say of a group's neurons: incoming, bias, then outgoing columns."""
+    spec.group(group)
     found = [
-        (role, name, block, rows)
+        Stretch(name, role, block, rows)
         for name in spec.tensors(group)
-        if holds_numbers(state[name])
+        if name in tensors
         for block in blocks(spec.axes[name], spec.widths)
         for role, rows in _occurrences(spec, name, block, group)
     ]
     order = list(Role)
-    found.sort(key=lambda entry: order.index(entry[0]))
-    parts: list[Tensor] = []
-    columns: list[Columns] = []
-    start = 0
-    for role, name, block, rows in found:
-        part = _rows_first(block.unfold(state[name], spec.widths), rows)
-        rest = tuple(f for dim, f in enumerate(block.factors) if dim not in rows)
-        where = slice(start, start + part.shape[1])
-        start = where.stop
-        parts.append(part)
-        columns.append(Columns(name, role, where, rest, block, rows))
-    return Neurons(group, torch.cat(parts, dim=1), tuple(columns))
+    return sorted(found, key=lambda stretch: order.index(stretch.role))
 
 
 def scatter(neurons: Neurons, state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -128,7 +140,8 @@ def _occurrences(
     return found
 
 
-def _rows_first(block: Tensor, rows: tuple[int, ...]) -> Tensor:
+def rows_first(block: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """An unfolded block as a matrix: these dimensions together are the rows."""
     moved = block.movedim(list(rows), list(range(len(rows))))
     count = 1
     for dim in rows:

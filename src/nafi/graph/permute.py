@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import SpecError
-from nafi.graph.blocks import transform
-from nafi.graph.spec import Factor, ModelSpec
+from nafi.graph.blocks import Block, transform
+from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import named_tensors
 
 Permutations = Mapping[str, Tensor]
@@ -41,17 +41,18 @@ def permute_state(
     spec.check_shapes(state)
     known = {name: _checked(spec, name, order) for name, order in permutations.items()}
 
-    def change(block: Tensor, factors: tuple[Factor, ...]) -> Tensor:
+    def change(unfolded: Tensor, block: Block) -> Tensor:
+        factors = block.factors
         found = [(dim, f) for dim, f in enumerate(factors) if isinstance(f, str) and f in known]
         # Orders within a parent first: they are counted by its old positions.
         for dim, name in found:
             if known[name].ndim == 2:
                 parent = factors.index(str(spec.groups[name].parent))
-                block = _permute_within(block, dim, parent, known[name])
+                unfolded = _permute_within(unfolded, dim, parent, known[name])
         for dim, name in found:
             if known[name].ndim == 1:
-                block = block.index_select(dim, known[name].to(block.device))
-        return block
+                unfolded = unfolded.index_select(dim, known[name].to(unfolded.device))
+        return unfolded
 
     result = {
         name: transform(state[name], axes, spec.widths, change) for name, axes in spec.axes.items()

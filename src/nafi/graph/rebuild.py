@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import SpecError
-from nafi.graph.blocks import transform
+from nafi.graph.blocks import Block, transform
 from nafi.graph.check import TOLERANCE, converted, difference, probe_of, run
 from nafi.graph.groups import analyse, sized_ops
-from nafi.graph.spec import Factor, ModelSpec, Segment
+from nafi.graph.spec import ModelSpec, Segment
 from nafi.graph.trace import Inputs, check_inputs, first_line, named_tensors
 
 
@@ -72,16 +72,14 @@ def resize_state(
     return result | {other: result[name] for other, name in spec.aliases.items()}
 
 
-def _resizer(
-    target: Mapping[str, int], filling: float
-) -> Callable[[Tensor, tuple[Factor, ...]], Tensor]:
-    def change(block: Tensor, factors: tuple[Factor, ...]) -> Tensor:
-        shape = [target[f] if isinstance(f, str) else f for f in factors]
-        if list(block.shape) == shape:
-            return block
-        kept = [slice(min(old, new)) for old, new in zip(block.shape, shape, strict=True)]
-        grown = torch.full(shape, filling, dtype=block.dtype, device=block.device)
-        grown[tuple(kept)] = block[tuple(kept)]
+def _resizer(target: Mapping[str, int], filling: float) -> Callable[[Tensor, Block], Tensor]:
+    def change(unfolded: Tensor, block: Block) -> Tensor:
+        shape = [target[f] if isinstance(f, str) else f for f in block.factors]
+        if list(unfolded.shape) == shape:
+            return unfolded
+        kept = [slice(min(old, new)) for old, new in zip(unfolded.shape, shape, strict=True)]
+        grown = torch.full(shape, filling, dtype=unfolded.dtype, device=unfolded.device)
+        grown[tuple(kept)] = unfolded[tuple(kept)]
         return grown
 
     return change

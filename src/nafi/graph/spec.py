@@ -147,6 +147,30 @@ class ModelSpec:
         }
         return replace(self, groups=groups)
 
+    def fitted(self, state: Mapping[str, Tensor]) -> ModelSpec:
+        """The spec at the widths that a state dict of the same architecture has."""
+        known: dict[str, int] = {}
+        sizes = [
+            (axis, state[name].shape[index])
+            for name, axes in self.axes.items()
+            if name in state and state[name].ndim == len(axes)
+            for index, axis in enumerate(axes)
+        ]
+        found = True
+        while found and len(known) < len(self.groups):
+            found = False
+            for axis, size in sizes:
+                unknown = {g for segment in axis for g in segment.groups} - set(known)
+                if len(unknown) == 1:
+                    (group,) = unknown
+                    width = _solve(axis, group, known, size)
+                    if width is not None:
+                        known[group] = width
+                        found = True
+        fitted = self.resized(known)
+        fitted.check_shapes(state)
+        return fitted
+
     def group(self, name: str) -> NeuronGroup:
         """Look a group up, or say which there are."""
         if name not in self.groups:
@@ -252,6 +276,14 @@ class ModelSpec:
                     if unknown:
                         raise SpecError(f"{tensor} refers to unknown groups {sorted(unknown)}")
         return spec
+
+
+def _solve(axis: Axis, group: str, known: Mapping[str, int], size: int) -> int | None:
+    """The width of a group that gives an axis this size, if there is one."""
+    rest = sum(segment.size(known) for segment in axis if group not in segment.groups)
+    block = sum(segment.size({**known, group: 1}) for segment in axis if group in segment.groups)
+    width, remainder = divmod(size - rest, block)
+    return width if width >= 1 and not remainder else None
 
 
 def holds_numbers(tensor: Tensor) -> bool:

@@ -1,0 +1,318 @@
+"""nafi and pfnm: neurons matched by the Beta-Bernoulli process, group by group.
+
+Hides: the order of the groups and the scale of each. Promises: one descent for both methods and
+for both directions; they differ in the penalty and in the order of the groups alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from nafi.errors import InputError
+from nafi.fusion.base import FusionResult, Task, fuser
+from nafi.fusion.clients import Array
+from nafi.fusion.features import Moments, Table, known_share, table
+from nafi.fusion.heads import comparable_heads
+from nafi.fusion.merge import check_classes, merge
+from nafi.fusion.moments import check_moments
+from nafi.fusion.networks import Networks, prepare
+from nafi.fusion.widths import MaxWidth, width_limits
+from nafi.graph.lift import Positions
+from nafi.matching import Matching, match
+from nafi.matching.columns import Index
+
+DIRECTIONS = ("bottom-up", "top-down")
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """How the neurons of one group are matched.
+
+    evidence: what a neuron of mean size is worth, its squared norm over the noise variance; the
+        noise of each group is scaled to that, so that neither the size of the weights nor the
+        number of columns matters
+    prior_ratio: prior variance over noise variance
+    noise_precision, prior_precision: absolute 1/variances instead, the same for every group
+    """
+
+    penalty: float = 0.1
+    divergence: str = "kl"
+    evidence: float = 30.0
+    prior_ratio: float = 1.0
+    noise_precision: float | None = None
+    prior_precision: float | None = None
+    mass: float = 1.0
+    sweeps: int = 10
+    compat: str = "paper"
+    seed: int = 0
+
+    def match(self, given: Table, limit: int, unit: float | None = None) -> Matching:
+        noise = self.noise(given) if unit is None else unit
+        prior = noise / self.prior_ratio if self.prior_precision is None else self.prior_precision
+        return match(
+            given.neurons,
+            precisions=[noise * weights for weights in given.weights],
+            prior_precision=prior,
+            mass=self.mass,
+            penalty=self.penalty,
+            divergence=self.divergence,
+            sweeps=self.sweeps,
+            max_width=limit,
+            compat=self.compat,
+            seed=self.seed,
+        )
+
+    def noise(self, given: Table) -> float:
+        """The precision of a column of weight 1."""
+        if self.noise_precision is not None:
+            return self.noise_precision
+        total = sum(
+            float((np.square(neurons) @ weights).sum())
+            for neurons, weights in zip(given.neurons, given.weights, strict=True)
+        )
+        count = sum(neurons[..., 0].size for neurons in given.neurons)
+        return self.evidence * count / total if total > 0 else 1.0
+
+
+@dataclass
+class _Descent:
+    """Group after group: what is matched already orders the columns of what comes next."""
+
+    networks: Networks
+    matcher: Matcher
+    limits: Mapping[str, int]
+    moments: Moments
+    placements: list[dict[str, Positions]] = field(default_factory=list)
+    matchings: dict[str, Matching] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.placements = [{} for _ in self.networks.specs]
+
+    def table(self, group: str) -> Table | None:
+        return table(self.networks, group, self.placements, self.moments)
+
+    def step(self, group: str) -> None:
+        spec = self.networks.spec
+        inside = [name for name, other in spec.groups.items() if other.parent == group]
+        if spec.groups[group].parent is not None:
+            self._match_within(group)
+        else:
+            own = self.table(group)
+            if inside:
+                tables = [found for found in map(self.table, inside) if found is not None]
+                own = comparable_heads(own, tables) if tables else own
+            if own is None:
+                self._keep_order(group)
+                return
+            found = self.matcher.match(own, self.limits[group])
+            self.matchings[group] = found
+            self._place(group, found.assignments, found.width)
+        for name in inside:
+            self.step(name)
+
+    def _match_within(self, group: str) -> None:
+        """Match the neurons within each member of the parent, on one scale for all of them."""
+        given = self.table(group)
+        if given is None:
+            self._keep_order(group)
+            return
+        unit = self.matcher.noise(given)
+        parent = str(self.networks.spec.groups[group].parent)
+        assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in given.neurons]
+        width = 0
+        for member, owned in enumerate(self._owners(parent)):
+            rows = Table(
+                [given.neurons[s][head] for s, head in owned], [given.weights[s] for s, _ in owned]
+            )
+            found = self.matcher.match(rows, self.limits[group], unit)
+            self.matchings[f"{group}[{member}]"] = found
+            for (s, head), places in zip(owned, found.assignments, strict=True):
+                assigned[s][head] = places
+            width = max(width, found.width)
+        self._place(group, assigned, width)
+
+    def _owners(self, group: str) -> list[list[tuple[int, int]]]:
+        """For each global neuron the clients that have it, and which of theirs it is."""
+        owned: list[list[tuple[int, int]]] = [[] for _ in range(self.placements[0][group].width)]
+        for s, placements in enumerate(self.placements):
+            for local, place in enumerate(placements[group].index.tolist()):
+                owned[place].append((s, local))
+        return owned
+
+    def _keep_order(self, group: str) -> None:
+        """Without anything to compare, neurons are taken in the order in which they come."""
+        local = self.networks.local_widths(group)
+        parent = self.networks.spec.groups[group].parent
+        rows = self.networks.local_widths(parent) if parent else [0] * len(local)
+        orders = [
+            np.tile(np.arange(width), (count, 1)) if parent else np.arange(width)
+            for width, count in zip(local, rows, strict=True)
+        ]
+        self._place(group, orders, max(local))
+
+    def _place(self, group: str, assigned: Sequence[Index], width: int) -> None:
+        for placements, places in zip(self.placements, assigned, strict=True):
+            placements[group] = Positions(torch.from_numpy(places), width)
+
+
+def next_group(networks: Networks, direction: str, matched: Sequence[str]) -> str:
+    """The group to match next among those without a parent.
+
+    bottom-up: the one of whose own columns most can be compared, the first of these as data flow;
+    top-down: the last that is not matched.
+    """
+    left = [
+        name
+        for name, group in networks.spec.groups.items()
+        if name not in matched and group.parent is None
+    ]
+    if direction == "top-down":
+        return left[-1]
+    return max(left, key=lambda name: known_share(networks, name, matched))
+
+
+Validate = Callable[[nn.Module], float]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything of a fusion but the matcher; it is made once for a list of penalties."""
+
+    task: Task
+    networks: Networks
+    direction: str
+    limits: Mapping[str, int]
+    moments: Moments
+    restore_norm: bool
+
+    def run(self, matcher: Matcher) -> FusionResult:
+        """Match every group, then merge."""
+        networks, progress = self.networks, self.task.progress
+        descent = _Descent(networks, matcher, self.limits, self.moments)
+        total = len(networks.spec.groups)
+        while len(descent.placements[0]) < total:
+            group = next_group(networks, self.direction, list(descent.placements[0]))
+            progress(group, len(descent.placements[0]), total)
+            descent.step(group)
+        progress("merging", total, total)
+        state = merge(networks, descent.placements, restore_norm=self.restore_norm)
+        widths = {name: descent.placements[0][name].width for name in networks.spec.groups}
+        model, spec = networks.build(state, widths)
+        assignments = {
+            name: tuple(own[name].index.numpy() for own in descent.placements) for name in widths
+        }
+        return FusionResult(model, widths, spec, assignments, descent.matchings)
+
+    def best_of(
+        self, matcher: Matcher, penalties: Sequence[float], validate: Validate | None
+    ) -> FusionResult:
+        """The result of the penalty with the highest score, with the scores of all."""
+        if len(penalties) == 1 and validate is None:
+            return self.run(replace(matcher, penalty=penalties[0]))
+        if validate is None or not penalties:
+            raise InputError(
+                "penalty: a list needs validate=, a function of the fused model whose result is "
+                "the higher the better (the accuracy on data held out by the clients, for example)"
+            )
+        best, highest = None, -np.inf
+        scores = []
+        for penalty in penalties:
+            found = self.run(replace(matcher, penalty=penalty))
+            score = float(validate(found.model))
+            scores.append({"penalty": penalty, "score": score, "widths": found.widths})
+            if best is None or score > highest:
+                told = {"penalty": penalty, "score": score, "scores": scores}
+                best, highest = replace(found, diagnostics=told), score
+        assert best is not None
+        return best
+
+
+def _plan(
+    task: Task,
+    direction: str,
+    max_width: MaxWidth,
+    restore_norm: bool,
+    input_moments: Sequence[Mapping[str, Array]] | None,
+) -> _Plan:
+    if direction not in DIRECTIONS:
+        raise InputError(f"direction: found {direction!r}, expected {' or '.join(DIRECTIONS)}")
+    networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm)
+    check_classes(networks.clients, networks.spec)
+    moments = check_moments(networks, input_moments)
+    limits = width_limits(networks, max_width)
+    return _Plan(task, networks, direction, limits, moments, restore_norm)
+
+
+@fuser("nafi")
+def nafi(
+    task: Task,
+    *,
+    penalty: float | Sequence[float] = 0.1,
+    divergence: str = "kl",
+    evidence: float = 30.0,
+    prior_ratio: float = 1.0,
+    noise_precision: float | None = None,
+    prior_precision: float | None = None,
+    mass: float = 1.0,
+    max_width: MaxWidth = None,
+    direction: str = "bottom-up",
+    restore_norm: bool = True,
+    input_moments: Sequence[Mapping[str, Array]] | None = None,
+    sweeps: int = 10,
+    compat: str = "paper",
+    validate: Validate | None = None,
+) -> FusionResult:
+    """The paper's matching, with a divergence penalty."""
+    plan = _plan(task, direction, max_width, restore_norm, input_moments)
+    matcher = Matcher(
+        0.0,
+        divergence,
+        evidence,
+        prior_ratio,
+        noise_precision,
+        prior_precision,
+        mass,
+        sweeps,
+        compat,
+        task.seed,
+    )
+    penalties = list(penalty) if isinstance(penalty, Sequence) else [penalty]
+    return plan.best_of(matcher, penalties, validate)
+
+
+@fuser("pfnm")
+def pfnm(
+    task: Task,
+    *,
+    evidence: float = 30.0,
+    prior_ratio: float = 1.0,
+    noise_precision: float | None = None,
+    prior_precision: float | None = None,
+    mass: float = 1.0,
+    max_width: MaxWidth = None,
+    direction: str = "bottom-up",
+    restore_norm: bool = True,
+    input_moments: Sequence[Mapping[str, Array]] | None = None,
+    sweeps: int = 10,
+    compat: str = "paper",
+) -> FusionResult:
+    """The same without a penalty; direction="top-down" is the public code's order of layers."""
+    plan = _plan(task, direction, max_width, restore_norm, input_moments)
+    matcher = Matcher(
+        0.0,
+        "kl",
+        evidence,
+        prior_ratio,
+        noise_precision,
+        prior_precision,
+        mass,
+        sweeps,
+        compat,
+        task.seed,
+    )
+    return plan.run(matcher)

@@ -1,0 +1,143 @@
+"""The models to fuse and what is known of their data, checked once.
+
+Hides: every way in which a caller's models may not fit together. Promises: two or more networks
+with the same tensors of the same kinds, all finite, and counts of agreeing shapes; what does not
+fit raises an error that names the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from nafi.errors import InputError
+from nafi.graph.spec import holds_numbers
+from nafi.graph.trace import named_tensors
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Clients:
+    """S models of one architecture.
+
+    names: what errors call them
+    class_counts: (S, K) samples per model and class, if known
+    sample_counts: (S,) samples per model, if known
+    """
+
+    models: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    class_counts: Array | None
+    sample_counts: Array | None
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    @property
+    def model_weights(self) -> Array:
+        """(S,) the weight of each model, 1 on average: by samples, unless classes say more."""
+        if self.sample_counts is None or self.class_counts is not None:
+            return np.ones(len(self))
+        return np.asarray(self.sample_counts / self.sample_counts.mean())
+
+    @property
+    def class_weights(self) -> Array | None:
+        """(S, K) the share of each class that a model has seen, 1 on average over the models."""
+        if self.class_counts is None:
+            return None
+        totals = self.class_counts.sum(axis=0)
+        shares = self.class_counts / np.where(totals > 0, totals, 1)
+        # Nobody knows anything of a class without samples: all are equally right.
+        return np.where(totals > 0, shares * len(self), 1.0)
+
+
+def check_clients(
+    models: Sequence[nn.Module],
+    class_counts: npt.ArrayLike | None,
+    sample_counts: npt.ArrayLike | None,
+    names: Sequence[str] | None,
+) -> Clients:
+    """Check everything that does not need the networks' structure."""
+    if isinstance(models, nn.Module) or not isinstance(models, Sequence):
+        raise InputError(f"models: found {type(models).__name__}, expected a list of networks")
+    if len(models) < 2:
+        raise InputError(f"models: found {len(models)}, expected at least two to fuse")
+    labels = tuple(names) if names is not None else tuple(f"model {s}" for s in range(len(models)))
+    for model, label in zip(models, labels, strict=True):
+        if not isinstance(model, nn.Module):
+            raise InputError(f"{label}: found {type(model).__name__}, expected an nn.Module")
+    states = [named_tensors(model) for model in models]
+    for state, label in zip(states, labels, strict=True):
+        _check_same_tensors(state, label, states[0], labels[0])
+        _check_finite(state, label)
+    classes = _counts(class_counts, "class_counts", len(models), 2)
+    samples = _counts(sample_counts, "sample_counts", len(models), 1)
+    if samples is None and classes is not None:
+        samples = classes.sum(axis=1)
+    return Clients(tuple(models), labels, classes, samples)
+
+
+def _check_same_tensors(
+    state: dict[str, Tensor], label: str, first: dict[str, Tensor], first_label: str
+) -> None:
+    advice = "; only models of one architecture can be fused"
+    missing, extra = [k for k in first if k not in state], [k for k in state if k not in first]
+    if missing or extra:
+        found = [f"lacks {_few(missing)}"] * bool(missing) + [f"has {_few(extra)}"] * bool(extra)
+        raise InputError(f"{label} {' and '.join(found)}, unlike {first_label}{advice}")
+    for name, tensor in state.items():
+        if tensor.dtype != first[name].dtype:
+            raise InputError(
+                f"{label}: {name} is {tensor.dtype}, in {first_label} {first[name].dtype}; "
+                "convert the models to one type first"
+            )
+        if tensor.ndim != first[name].ndim:
+            raise InputError(
+                f"{label}: {name} has shape {tuple(tensor.shape)}, in {first_label} "
+                f"{tuple(first[name].shape)}{advice}"
+            )
+
+
+def _check_finite(state: dict[str, Tensor], label: str) -> None:
+    for name, tensor in state.items():
+        if holds_numbers(tensor) and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise InputError(
+                f"{label}: {name} holds {bad} value{'s' * (bad > 1)} that {_is(bad)} NaN or "
+                "infinite; leave this model out or train it again"
+            )
+
+
+def _is(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _counts(values: npt.ArrayLike | None, name: str, models: int, ndim: int) -> Array | None:
+    if values is None:
+        return None
+    expected = f"({models}, classes)" if ndim == 2 else f"({models},)"
+    try:
+        counts = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"{name}: expected numbers of shape {expected}") from None
+    if counts.ndim != ndim or len(counts) != models or counts.size == 0:
+        raise InputError(
+            f"{name}: found shape {counts.shape}, expected {expected}, a row for each model"
+        )
+    if not np.isfinite(counts).all() or (counts < 0).any():
+        s = int(np.argwhere(~np.isfinite(counts) | (counts < 0))[0][0])
+        raise InputError(f"{name}: found {counts[s]} for model {s}, expected counts of at least 0")
+    empty = counts.reshape(models, -1).sum(axis=1) <= 0
+    if empty.any():
+        raise InputError(f"{name}: model {int(np.argmax(empty))} has no samples; leave it out")
+    return counts

@@ -1,0 +1,165 @@
+"""What can be compared: the columns of a group's neurons that are in a common order.
+
+Hides: which columns are known to mean the same in every client, and how they are brought there.
+Promises: one table of rows for each client, with the weight of every column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nafi.fusion.clients import Array
+from nafi.fusion.merge import weights_of
+from nafi.fusion.networks import Networks
+from nafi.graph.lift import Placements, consumed_axes, lift_block
+from nafi.graph.neurons import Role, Stretch, rows_first, stretches
+from nafi.graph.spec import ModelSpec, holds_numbers
+
+# Inputs that are always zero say nothing of a column, but no column is left without any weight.
+LEAST_MOMENT = 1e-3
+
+Moments = Mapping[str, Sequence[Array]]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The neurons of one group that can be compared.
+
+    neurons: for each client (J_s, D), or (parent's width, J_s, D) for a group with a parent
+    weights: for each client (D,) the weight of each column
+    """
+
+    neurons: list[Array]
+    weights: list[Array]
+
+
+def usable(stretch: Stretch, matched: Collection[str]) -> bool:
+    """Whether all that the columns stand for is in a common order."""
+    return all(f in matched for f in stretch.factors if isinstance(f, str))
+
+
+def known_share(networks: Networks, group: str, matched: Collection[str]) -> float:
+    """The share of a group's own columns, incoming and bias, that can be compared."""
+    spec = networks.spec
+    inside = {name for name, other in spec.groups.items() if other.parent == group}
+    known = total = 0
+    for stretch in _stretches(networks, spec, group):
+        if stretch.role is not Role.OUTGOING:
+            size = prod(spec.widths[f] if isinstance(f, str) else f for f in stretch.factors)
+            total += size
+            known += size * usable(stretch, {*matched, *inside})
+    return known / total if total else 0.0
+
+
+def table(
+    networks: Networks,
+    group: str,
+    placements: Sequence[Placements],
+    moments: Moments | None = None,
+    roles: Collection[Role] = tuple(Role),
+) -> Table | None:
+    """The comparable columns of a group; None if there are none.
+
+    placements: for each client the groups that were matched already
+    moments: tensor -> for each client the mean squares of its inputs, to weigh columns by
+    roles: which columns to look at
+    """
+    moments = moments or {}
+    found = _stretches(networks, networks.spec, group)
+    chosen = [
+        k
+        for k, stretch in enumerate(found)
+        if stretch.role in roles and usable(stretch, placements[0])
+    ]
+    if not chosen:
+        return None
+    neurons: list[list[Array]] = []
+    weights: list[list[Array]] = []
+    for s, spec in enumerate(networks.specs):
+        of_model = _stretches(networks, spec, group)
+        own = [_rows(networks, s, of_model[k], placements[s]) for k in chosen]
+        neurons.append(own)
+        weights.append(
+            [
+                _column_weights(networks, s, of_model[k], placements[s], moments, rows.shape[1])
+                for k, rows in zip(chosen, own, strict=True)
+            ]
+        )
+    for place, k in enumerate(chosen):
+        if found[k].tensor in moments:
+            _balance([own[place] for own in neurons], [own[place] for own in weights])
+    joined = [np.concatenate(own, axis=1) for own in neurons]
+    parent = networks.spec.groups[group].parent
+    if parent is not None:
+        widths = [spec.groups[parent].width for spec in networks.specs]
+        joined = [m.reshape(p, -1, m.shape[1]) for m, p in zip(joined, widths, strict=True)]
+    return Table(joined, [np.concatenate(own) for own in weights])
+
+
+def _stretches(networks: Networks, spec: ModelSpec, group: str) -> list[Stretch]:
+    state = networks.states[0]
+    return stretches(spec, group, [name for name in spec.axes if holds_numbers(state[name])])
+
+
+def _rows(networks: Networks, s: int, stretch: Stretch, placements: Placements) -> Array:
+    spec = networks.specs[s]
+    unfolded = stretch.block.unfold(networks.states[s][stretch.tensor], spec.widths)
+    consumed = consumed_axes(stretch.tensor, spec)
+    lifted = lift_block(unfolded, stretch.block, spec, placements, consumed, fixed=stretch.rows)
+    return real_rows(rows_first(lifted, stretch.rows))
+
+
+def real_rows(matrix: Tensor) -> Array:
+    """A matrix in double precision; a complex number becomes two columns."""
+    if matrix.is_complex():
+        matrix = torch.view_as_real(matrix.resolve_conj()).flatten(1)
+    return np.asarray(matrix.double().numpy())
+
+
+def _column_weights(
+    networks: Networks,
+    s: int,
+    stretch: Stretch,
+    placements: Placements,
+    moments: Moments,
+    columns: int,
+) -> Array:
+    """(D,) what the columns of a stretch weigh in one client: class shares, or input moments."""
+    spec, name = networks.specs[s], stretch.tensor
+    weights = torch.from_numpy(weights_of(networks.clients, name, spec)[s])
+    if weights.numel() == 1 and name not in moments:
+        return np.full(columns, float(weights))
+    if name in moments:
+        weights = weights * _along_inputs(moments[name][s], name, spec)
+    unfolded = stretch.block.unfold(weights.expand(spec.shape(name)), spec.widths)
+    lifted = lift_block(unfolded, stretch.block, spec, placements, fixed=stretch.rows)
+    of_first = rows_first(lifted, stretch.rows)[0]
+    if name in moments:
+        # What a client does not have is a true zero, known as well as the rest of it.
+        of_first = torch.where(of_first > 0, of_first, of_first[of_first > 0].mean())
+    copies = columns // len(of_first)  # a complex number is two columns
+    return np.asarray(of_first.repeat_interleave(copies).numpy())
+
+
+def _along_inputs(moments: Array, name: str, spec: ModelSpec) -> Tensor:
+    """Mean squares of a layer's inputs, floored, along the axis that reads them."""
+    floored = np.maximum(moments, LEAST_MOMENT * moments.mean())
+    form = [1] * len(spec.axes[name])
+    (axis,) = consumed_axes(name, spec)
+    form[axis] = len(floored)
+    return torch.from_numpy(floored).reshape(form)
+
+
+def _balance(neurons: list[Array], weights: list[Array]) -> None:
+    """Scale a stretch's weights, in place, so that it counts as much as it would unweighted."""
+    squares = [np.square(own).sum(axis=0) for own in neurons]
+    plain = sum(float(own.sum()) for own in squares)
+    weighted = sum(float(own @ w) for own, w in zip(squares, weights, strict=True))
+    for own in weights:
+        own *= plain / weighted if weighted > 0 else 1.0

@@ -1,0 +1,101 @@
+"""Mean squares of layers' inputs: a statistic that clients can send without their data.
+
+Hides: hooks and sums over batches. Promises: for each layer that multiplies its inputs with a
+weight, one number for each input channel, under the name of that weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from nafi.errors import InputError
+from nafi.fusion.clients import Array
+from nafi.fusion.networks import Networks
+from nafi.graph.lift import consumed_axes
+from nafi.graph.trace import evaluating
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def input_moments(
+    model: nn.Module, batches: Iterable[Tensor], tensors: Sequence[str] | None = None
+) -> dict[str, Array]:
+    """Mean square of each input channel of the linear and convolutional layers.
+
+    batches: inputs of the network, without labels
+    tensors: names of the weights to answer for, such as ["fc1.weight"]; None for all
+
+    The result of each client goes to `nafi.fuse(..., input_moments=[...])`.
+    """
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def watch(name: str) -> Any:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            values = inputs[0].detach().double()
+            channel = -1 if isinstance(layer, nn.Linear) else 1
+            flat = values.movedim(channel, -1).reshape(-1, values.shape[channel])
+            sums[name] = sums.get(name, 0.0) + flat.square().sum(dim=0).cpu()
+            counts[name] = counts.get(name, 0) + len(flat)
+
+        return hook
+
+    handles = []
+    for path, layer in model.named_modules():
+        name = f"{path}.weight".removeprefix(".")
+        plain = isinstance(layer, nn.Linear) or (
+            isinstance(layer, _CONVOLUTIONS) and layer.groups == 1
+        )
+        if plain and (tensors is None or name in tensors):
+            handles.append(layer.register_forward_pre_hook(watch(name)))
+    if not handles:
+        raise InputError("input_moments: the network has no linear or convolutional layer to watch")
+    try:
+        with evaluating(model):
+            for batch in batches:
+                model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not sums:
+        raise InputError("input_moments: no batch was given")
+    return {name: (total / counts[name]).numpy() for name, total in sums.items()}
+
+
+def check_moments(
+    networks: Networks, given: Sequence[Mapping[str, Array]] | None
+) -> dict[str, list[Array]]:
+    """What clients sent, by tensor; refuses what does not fit the networks."""
+    if given is None:
+        return {}
+    clients = networks.clients
+    if isinstance(given, Mapping) or len(given) != len(clients):
+        raise InputError(
+            f"input_moments: expected a list with a dict for each of the {len(clients)} models"
+        )
+    found: dict[str, list[Array]] = {name: [] for name in given[0]}
+    for s, (moments, label) in enumerate(zip(given, clients.names, strict=True)):
+        if set(moments) != set(found):
+            raise InputError(f"input_moments of {label}: found other tensors than in the first")
+        for name, values in moments.items():
+            spec = networks.specs[s]
+            axes = consumed_axes(name, spec) if name in spec.axes else []
+            if len(axes) != 1:
+                raise InputError(
+                    f"input_moments of {label}: {name} is not a weight that reads one input"
+                )
+            array = np.asarray(values, dtype=np.float64)
+            size = spec.shape(name)[axes[0]]
+            if array.shape != (size,) or not np.isfinite(array).all() or (array < 0).any():
+                raise InputError(
+                    f"input_moments of {label}: {name} needs {size} numbers of at least 0, one for "
+                    f"each input, found shape {array.shape}"
+                )
+            if not array.any():
+                raise InputError(f"input_moments of {label}: all inputs of {name} are zero")
+            found[name].append(array)
+    return found

@@ -1,0 +1,113 @@
+"""The clients' networks as tensors with named axes, and the way back to a network.
+
+Hides: batch normalisation, which is folded before matching, and where modules keep sizes.
+Promises: states and specs of all clients that differ in widths only, and `build`, which makes a
+running network of fused tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from nafi.errors import InputError, SpecError
+from nafi.fusion.clients import Clients
+from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
+from nafi.graph.groups import groups
+from nafi.graph.rebuild import rebuild
+from nafi.graph.spec import ModelSpec
+from nafi.graph.trace import Inputs, named_tensors
+
+BATCHNORM = ("attach", "fold")
+
+
+@dataclass(frozen=True, eq=False)
+class Networks:
+    """What matching works on.
+
+    original: the first client's network; template: the same with its normalisation folded
+    specs, states: of each client, folded; they differ in widths only
+    batchnorm: "attach" to put normalisation back into the result, "fold" to leave it folded
+    """
+
+    clients: Clients
+    original: nn.Module
+    template: nn.Module
+    specs: tuple[ModelSpec, ...]
+    states: tuple[Mapping[str, Tensor], ...]
+    batchnorm: str
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The spec of the template."""
+        return self.specs[0]
+
+    def local_widths(self, group: str) -> list[int]:
+        return [spec.groups[group].width for spec in self.specs]
+
+    def unweighted(self) -> Networks:
+        """The same with every client counting the same in every tensor."""
+        plain = replace(self.clients, class_counts=None, sample_counts=None)
+        return replace(self, clients=plain)
+
+    def check_equal_widths(self, method: str) -> None:
+        """Refuse clients of different widths, for a method that cannot have them."""
+        for spec, label in zip(self.specs, self.clients.names, strict=True):
+            for name, width in spec.widths.items():
+                if width != self.spec.widths[name]:
+                    raise InputError(
+                        f"{label}: group {name} has {width} neurons, in {self.clients.names[0]} "
+                        f"{self.spec.widths[name]}; {method} needs equal widths, nafi does not"
+                    )
+
+    def build(
+        self, state: Mapping[str, Tensor], widths: Mapping[str, int]
+    ) -> tuple[nn.Module, ModelSpec]:
+        """The network with these tensors at these widths, in eval mode, and its spec."""
+        model = rebuild(self.template, self.spec, widths)
+        with torch.no_grad():
+            for name, tensor in named_tensors(model).items():
+                tensor.copy_(state[self.spec.aliases.get(name, name)])
+        spec = self.spec.resized(widths)
+        if self.batchnorm == "attach" and spec.folded:
+            model, spec = attach_batchnorm(model, spec, like=self.original)
+        return model.eval(), spec
+
+
+def prepare(
+    clients: Clients, example_inputs: Inputs, spec: ModelSpec | None, batchnorm: str
+) -> Networks:
+    """Find the groups, fit them to every client and fold batch normalisation."""
+    if batchnorm not in BATCHNORM:
+        raise InputError(f"batchnorm: found {batchnorm!r}, expected one of {', '.join(BATCHNORM)}")
+    first = clients.models[0]
+    known = groups(first, example_inputs) if spec is None else spec
+    if known.example_inputs is None:
+        known = replace(known, example_inputs=tuple(example_inputs))
+    folded = [_folded(model, known, clients, s) for s, model in enumerate(clients.models)]
+    states = [
+        {name: t.detach().cpu() for name, t in named_tensors(model).items()} for model, _ in folded
+    ]
+    return Networks(
+        clients,
+        first,
+        folded[0][0],
+        tuple(fitted for _, fitted in folded),
+        tuple(states),
+        batchnorm,
+    )
+
+
+def _folded(
+    model: nn.Module, spec: ModelSpec, clients: Clients, index: int
+) -> tuple[nn.Module, ModelSpec]:
+    try:
+        fitted = spec.fitted(named_tensors(model))
+    except SpecError as error:
+        raise SpecError(
+            f"{clients.names[index]} is of another architecture than {clients.names[0]}: {error}"
+        ) from None
+    return fold_batchnorm(model, fitted) if spec.batchnorms else (model, fitted)

@@ -1,0 +1,172 @@
+"""rebasin: weight matching by coordinate descent (Ainsworth et al., 2023), all to a common centre.
+
+Hides: the loop over models and groups. Promises: the sum of products between each model and the
+mean of the others never falls, and all models keep their function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from nafi.errors import InputError
+from nafi.fusion.base import FusionResult, Task, fuser
+from nafi.fusion.clients import Array
+from nafi.fusion.features import real_rows
+from nafi.fusion.heads import pair_heads
+from nafi.fusion.merge import merge
+from nafi.fusion.networks import Networks, prepare
+from nafi.graph.lift import Positions
+from nafi.graph.neurons import gather
+from nafi.graph.permute import permute_state
+from nafi.graph.spec import ModelSpec, holds_numbers
+
+State = Mapping[str, Tensor]
+Orders = dict[str, Tensor]
+
+
+@fuser("rebasin")
+def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> FusionResult:
+    """Permute each model towards the mean of the others until none wants to move.
+
+    sweeps: most passes over the models, and over the groups within each
+    """
+    if sweeps < 1:
+        raise InputError(f"sweeps: found {sweeps}, expected at least 1")
+    networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()
+    networks.check_equal_widths("rebasin")
+    search = _Search(networks, np.random.default_rng(task.seed))
+    for sweep in range(sweeps):
+        task.progress(f"sweep {sweep + 1}", sweep, sweeps)
+        if not search.sweep(sweeps):
+            break
+    task.progress("merging", sweeps, sweeps)
+    placements = search.placements
+    state = merge(networks, placements, restore_norm=restore_norm)
+    model, spec = networks.build(state, networks.spec.widths)
+    assignments = {
+        name: tuple(own[name].index.numpy() for own in placements) for name in networks.spec.groups
+    }
+    return FusionResult(model, networks.spec.widths, spec, assignments)
+
+
+class _Search:
+    """The models as they are permuted now, and where their neurons went."""
+
+    def __init__(self, networks: Networks, rng: np.random.Generator) -> None:
+        self.spec = networks.spec
+        self.rng = rng
+        self.states: list[State] = list(networks.states)
+        self.placements = [_identity(self.spec) for _ in networks.states]
+        self.total = dict(self.states[0])
+        for state in self.states[1:]:
+            self.total = _combined(self.total, state, 1)
+
+    def sweep(self, passes: int) -> bool:
+        """Let every model move once; whether any did."""
+        moved = [self._move(int(s), passes) for s in self.rng.permutation(len(self.states))]
+        return any(moved)
+
+    def _move(self, s: int, passes: int) -> bool:
+        """Permute one model, group by group, until no group of it wants to move."""
+        others = _combined(self.total, self.states[s], -1)
+        moved = False
+        for _ in range(passes):
+            changed = False
+            for group in self.rng.permutation(list(self.spec.groups)):
+                orders = _best_orders(self.spec, str(group), self.states[s], others)
+                if orders is not None:
+                    self.states[s] = permute_state(self.states[s], self.spec, orders)
+                    self.placements[s] = _moved(self.placements[s], self.spec, orders)
+                    changed = moved = True
+            if not changed:
+                break
+        self.total = _combined(others, self.states[s], 1)
+        return moved
+
+
+def _identity(spec: ModelSpec) -> dict[str, Positions]:
+    return {
+        name: Positions(torch.arange(g.width).expand(_form(spec, name)).clone(), g.width)
+        for name, g in spec.groups.items()
+    }
+
+
+def _form(spec: ModelSpec, group: str) -> tuple[int, ...]:
+    parent = spec.groups[group].parent
+    width = spec.groups[group].width
+    return (width,) if parent is None else (spec.groups[parent].width, width)
+
+
+def _combined(one: State, two: State, sign: int) -> dict[str, Tensor]:
+    """The sum or difference of two states; what holds no numbers stays."""
+    return {n: t + sign * two[n] if holds_numbers(t) else t for n, t in one.items()}
+
+
+def _moved(
+    before: Mapping[str, Positions], spec: ModelSpec, orders: Orders
+) -> dict[str, Positions]:
+    """Where neurons are after a step; orders within are counted by the parent's old places."""
+    after = dict(before)
+    for name, order in orders.items():
+        places, index = order.argsort(dim=-1), before[name].index
+        parent = spec.groups[name].parent
+        if parent is not None:
+            places = places[before[parent].index]  # a row for each head as the model counts them
+        after[name] = Positions(places.gather(-1, index), before[name].width)
+    return after
+
+
+def _best_orders(spec: ModelSpec, group: str, mine: State, others: State) -> Orders | None:
+    """The orders of a group, and of groups within it, that bring a model closest to the others.
+
+    None if the products of what is compared would not grow.
+    """
+    inside = [name for name, other in spec.groups.items() if other.parent == group]
+    if inside:
+        return _best_heads(spec, group, inside, mine, others)
+    found = _rows(spec, group, mine)
+    wanted = _rows(spec, group, others)
+    rows, gain, size = [], 0.0, 0.0
+    for own, other in zip(found, wanted, strict=True):
+        products = other @ own.T
+        order = linear_sum_assignment(products, maximize=True)[1]
+        rows.append(order)
+        gain += float(products[np.arange(len(order)), order].sum() - np.trace(products))
+        size += float(np.abs(np.diag(products)).sum())
+    if gain <= 1e-9 * size:
+        return None
+    orders = torch.from_numpy(np.stack(rows))
+    return {group: orders if spec.groups[group].parent is not None else orders[0]}
+
+
+def _best_heads(
+    spec: ModelSpec, group: str, inside: list[str], mine: State, others: State
+) -> Orders | None:
+    heads, orders = pair_heads(
+        _rows(spec, group, mine)[0],
+        [_rows(spec, name, mine) for name in inside],
+        _rows(spec, group, others)[0],
+        [_rows(spec, name, others) for name in inside],
+    )
+    if (heads == np.arange(len(heads))).all():
+        return None  # what is within them has its own turn
+    chosen = {
+        name: torch.from_numpy(order[np.arange(len(heads)), heads])
+        for name, order in zip(inside, orders, strict=True)
+    }
+    return {group: torch.from_numpy(np.argsort(heads)), **chosen}
+
+
+def _rows(spec: ModelSpec, group: str, state: State) -> Array:
+    """(parent's width or 1, J, D) a group's neurons, without columns that move with them."""
+    neurons = gather(state, spec, group)
+    moving = {group, *(name for name, other in spec.groups.items() if other.parent == group)}
+    fixed = [c.where for c in neurons.columns if not moving & set(c.factors)]
+    parts = [neurons.matrix[:, where] for where in fixed] or [neurons.matrix[:, :0]]
+    matrix = real_rows(torch.cat(parts, dim=1))
+    return matrix.reshape(*([1, *_form(spec, group)][-2:]), matrix.shape[1])
