@@ -16,7 +16,7 @@ from torch import nn
 from nafi.errors import InputError
 from nafi.fusion.base import FusionResult, Task, fuser
 from nafi.fusion.clients import Array
-from nafi.fusion.features import Moments, Table, known_share, table
+from nafi.fusion.features import Moments, Table, known_share, summary, table
 from nafi.fusion.heads import comparable_heads
 from nafi.fusion.merge import check_classes, merge
 from nafi.fusion.moments import check_moments
@@ -103,13 +103,11 @@ class _Descent:
             self._match_within(group)
         else:
             own = self.table(group)
-            if inside:
-                tables = [found for found in map(self.table, inside) if found is not None]
-                own = comparable_heads(own, tables) if tables else own
-            if own is None:
-                self._keep_order(group)
-                return
-            found = self.matcher.match(own, self.limits[group])
+            tables = [found for found in map(self.table, inside) if found is not None]
+            if tables:
+                own = comparable_heads(own, tables)
+            given = own or summary(self.networks, group, self.placements)
+            found = self.matcher.match(given, self.limits[group])
             self.matchings[group] = found
             self._place(group, found.assignments, found.width)
         for name in inside:
@@ -117,10 +115,7 @@ class _Descent:
 
     def _match_within(self, group: str) -> None:
         """Match the neurons within each member of the parent, on one scale for all of them."""
-        given = self.table(group)
-        if given is None:
-            self._keep_order(group)
-            return
+        given = self.table(group) or summary(self.networks, group, self.placements)
         unit = self.matcher.noise(given)
         parent = str(self.networks.spec.groups[group].parent)
         assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in given.neurons]
@@ -143,17 +138,6 @@ class _Descent:
             for local, place in enumerate(placements[group].index.tolist()):
                 owned[place].append((s, local))
         return owned
-
-    def _keep_order(self, group: str) -> None:
-        """Without anything to compare, neurons are taken in the order in which they come."""
-        local = self.networks.local_widths(group)
-        parent = self.networks.spec.groups[group].parent
-        rows = self.networks.local_widths(parent) if parent else [0] * len(local)
-        orders = [
-            np.tile(np.arange(width), (count, 1)) if parent else np.arange(width)
-            for width, count in zip(local, rows, strict=True)
-        ]
-        self._place(group, orders, max(local))
 
     def _place(self, group: str, assigned: Sequence[Index], width: int) -> None:
         for placements, places in zip(self.placements, assigned, strict=True):

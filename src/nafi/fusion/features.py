@@ -83,7 +83,12 @@ def table(
     weights: list[list[Array]] = []
     for s, spec in enumerate(networks.specs):
         of_model = _stretches(networks, spec, group)
-        own = [_rows(networks, s, of_model[k], placements[s]) for k in chosen]
+        own = [
+            real_rows(
+                rows_first(_lifted(networks, s, of_model[k], placements[s]), of_model[k].rows)
+            )
+            for k in chosen
+        ]
         neurons.append(own)
         weights.append(
             [
@@ -95,11 +100,39 @@ def table(
         if found[k].tensor in moments:
             _balance([own[place] for own in neurons], [own[place] for own in weights])
     joined = [np.concatenate(own, axis=1) for own in neurons]
+    return _in_parents(networks, group, joined, [np.concatenate(own) for own in weights])
+
+
+def summary(networks: Networks, group: str, placements: Sequence[Placements]) -> Table:
+    """What can be compared where nothing else can: sums and norms over columns of unknown order."""
+    neurons = []
+    for s, spec in enumerate(networks.specs):
+        parts = []
+        for stretch in _stretches(networks, spec, group):
+            block = stretch.block
+            unknown = [
+                dim
+                for dim, factor in enumerate(block.factors)
+                if isinstance(factor, str)
+                and factor not in placements[s]
+                and dim not in stretch.rows
+            ]
+            lifted = _lifted(networks, s, stretch, placements[s])
+            sums = [lifted.sum(unknown, True), lifted.abs().square().sum(unknown, True).sqrt()]
+            parts += [real_rows(rows_first(reduced, stretch.rows)) for reduced in sums]
+        neurons.append(np.concatenate(parts, axis=1))
+    return _in_parents(networks, group, neurons, [np.ones(own.shape[1]) for own in neurons])
+
+
+def _in_parents(
+    networks: Networks, group: str, neurons: list[Array], weights: list[Array]
+) -> Table:
+    """A table of these rows, as a row of rows for each member of a parent."""
     parent = networks.spec.groups[group].parent
     if parent is not None:
-        widths = [spec.groups[parent].width for spec in networks.specs]
-        joined = [m.reshape(p, -1, m.shape[1]) for m, p in zip(joined, widths, strict=True)]
-    return Table(joined, [np.concatenate(own) for own in weights])
+        widths = networks.local_widths(parent)
+        neurons = [m.reshape(p, -1, m.shape[1]) for m, p in zip(neurons, widths, strict=True)]
+    return Table(neurons, weights)
 
 
 def _stretches(networks: Networks, spec: ModelSpec, group: str) -> list[Stretch]:
@@ -107,12 +140,12 @@ def _stretches(networks: Networks, spec: ModelSpec, group: str) -> list[Stretch]
     return stretches(spec, group, [name for name in spec.axes if holds_numbers(state[name])])
 
 
-def _rows(networks: Networks, s: int, stretch: Stretch, placements: Placements) -> Array:
+def _lifted(networks: Networks, s: int, stretch: Stretch, placements: Placements) -> Tensor:
+    """A client's block with its columns, not its rows, where they go."""
     spec = networks.specs[s]
     unfolded = stretch.block.unfold(networks.states[s][stretch.tensor], spec.widths)
     consumed = consumed_axes(stretch.tensor, spec)
-    lifted = lift_block(unfolded, stretch.block, spec, placements, consumed, fixed=stretch.rows)
-    return real_rows(rows_first(lifted, stretch.rows))
+    return lift_block(unfolded, stretch.block, spec, placements, consumed, fixed=stretch.rows)
 
 
 def real_rows(matrix: Tensor) -> Array:

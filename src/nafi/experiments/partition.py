@@ -1,0 +1,58 @@
+"""How samples fall to clients.
+
+Hides: the draws. Promises: every sample goes to exactly one client, every client has enough, and
+the same generator gives the same partition.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from nafi.errors import InputError
+
+Index = npt.NDArray[np.intp]
+
+_ATTEMPTS = 1000
+
+
+def dirichlet_partition(
+    labels: npt.NDArray[np.int64],
+    clients: int,
+    alpha: float,
+    rng: np.random.Generator,
+    least: int = 10,
+) -> list[Index]:
+    """Share out each class by Dir(alpha) over the clients.
+
+    A client that holds its part of all samples already gets no more of the class; the draw is
+    repeated until every client has at least `least` samples.
+    """
+    if clients < 1 or len(labels) < clients * least:
+        raise InputError(f"{len(labels)} samples are too few for {clients} clients of {least}")
+    for _ in range(_ATTEMPTS):
+        parts: list[list[Index]] = [[] for _ in range(clients)]
+        sizes = np.zeros(clients)
+        for label in np.unique(labels):
+            members = rng.permutation(np.flatnonzero(labels == label))
+            shares = rng.dirichlet(np.full(clients, alpha))
+            shares = shares * (sizes < len(labels) / clients)
+            if shares.sum() == 0:
+                shares = np.ones(clients)
+            cuts = (np.cumsum(shares / shares.sum())[:-1] * len(members)).astype(int)
+            for own, part in zip(parts, np.split(members, cuts), strict=True):
+                own.append(part)
+            sizes += [len(own[-1]) for own in parts]
+        if sizes.min() >= least:
+            return [np.sort(np.concatenate(own)) for own in parts]
+    raise InputError(
+        f"no partition of {len(labels)} samples over {clients} clients with at least {least} each "
+        f"was found at alpha {alpha:g}; use fewer clients or a larger alpha"
+    )
+
+
+def class_counts(
+    labels: npt.NDArray[np.int64], parts: list[Index], classes: int
+) -> npt.NDArray[np.int64]:
+    """(S, K) samples per client and class."""
+    return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])

@@ -1,0 +1,128 @@
+"""Many clients trained at once.
+
+Hides: that clients' networks are stacked and their steps taken together. Promises: each client gets
+what it would have got alone: its own batches, its own optimiser; sizes may differ.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+
+from nafi.errors import InputError
+from nafi.experiments.data import Samples
+
+Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Training:
+    """Local training: Adam with the amsgrad maximum, as in the paper's MNIST experiments."""
+
+    epochs: int = 10
+    batch: int = 32
+    rate: float = 0.01
+    decay: float = 1e-6
+    proximal: float = 0.0
+
+
+def train_clients(
+    models: Sequence[nn.Module],
+    data: Sequence[Samples],
+    training: Training,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[nn.Module]:
+    """Train copies of the models, each on its own samples.
+
+    seed: with the client's place decides its batches; progress: called with (epochs done, all)
+    """
+    # Larger clients first: those that still have batches left are then always the first ones.
+    order = sorted(range(len(models)), key=lambda s: -len(data[s]))
+    clients = _Stack([models[s] for s in order], training)
+    generators = [np.random.default_rng([seed, s]) for s in order]
+    sizes = [len(data[s]) for s in order]
+    inputs = [data[s].inputs for s in order]
+    labels = [data[s].labels for s in order]
+    for epoch in range(training.epochs):
+        if progress is not None:
+            progress(epoch, training.epochs)
+        orders = [
+            torch.from_numpy(g.permutation(n)) for g, n in zip(generators, sizes, strict=True)
+        ]
+        for start in range(0, sizes[0], training.batch):
+            active = sum(n > start for n in sizes)
+            chosen = [orders[k][start : start + training.batch] for k in range(active)]
+            clients.step(*_padded(chosen, inputs, labels, training.batch))
+    trained = [copy.deepcopy(model) for model in models]
+    for place, s in enumerate(order):
+        own = {name: value[place] for name, value in clients.parameters.items()}
+        trained[s].load_state_dict(own)
+    return trained
+
+
+def _padded(
+    chosen: list[Tensor], inputs: list[Tensor], labels: list[Tensor], batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(clients, batch, ...) inputs, labels and weights; weight 0 for what only fills a batch up."""
+    size = max(len(index) for index in chosen)
+    filled = [F.pad(index, (0, size - len(index))) for index in chosen]
+    weights = torch.zeros(len(chosen), size)
+    for row, index in zip(weights, chosen, strict=True):
+        row[: len(index)] = 1 / len(index)
+    x = torch.stack([own[index] for own, index in zip(inputs, filled, strict=False)])
+    y = torch.stack([own[index] for own, index in zip(labels, filled, strict=False)])
+    return x, y, weights
+
+
+class _Stack:
+    """Networks of one architecture with their parameters stacked.
+
+    The optimiser sees each client's parameters as views of the stack, so it is any of torch's, and
+    keeps a state of its own for each client; a client without a gradient is passed over.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], training: Training) -> None:
+        stacked, buffers = stack_module_state(list(models))
+        if buffers:
+            raise InputError("train_clients: networks with buffers cannot be trained together")
+        self.parameters = {name: value.detach().clone() for name, value in stacked.items()}
+        self.proximal = training.proximal
+        self.start = {n: p.clone() for n, p in self.parameters.items()} if self.proximal else {}
+        self.views = [
+            {name: nn.Parameter(value[k]) for name, value in self.parameters.items()}
+            for k in range(len(models))
+        ]
+        self.optimiser = torch.optim.Adam(
+            [parameter for own in self.views for parameter in own.values()],
+            lr=training.rate,
+            weight_decay=training.decay,
+            amsgrad=True,
+            fused=True,
+        )
+        skeleton = copy.deepcopy(models[0]).to("meta")
+
+        def loss(own: Parameters, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            logits = functional_call(skeleton, own, (x,))
+            return (F.cross_entropy(logits, y, reduction="none") * weight).sum()
+
+        self.gradients = vmap(grad(loss))
+
+    def step(self, x: Tensor, y: Tensor, weights: Tensor) -> None:
+        """One step of the first clients, as many as there are batches."""
+        active = len(x)
+        first = {name: value[:active] for name, value in self.parameters.items()}
+        gradients = self.gradients(first, x, y, weights)
+        for name, start in self.start.items():
+            gradients[name] += self.proximal * (first[name] - start[:active])
+        for k, own in enumerate(self.views):
+            for name, parameter in own.items():
+                parameter.grad = gradients[name][k] if k < active else None
+        self.optimiser.step()
