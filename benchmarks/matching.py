@@ -205,7 +205,7 @@ def cost_building() -> None:
             posterior.observe(s, assigned)
         posterior.forget(0)
         model = problem.models[0]
-        cost = PenalisedCost(PENALTY, DIVERGENCES["kl"])
+        cost = PenalisedCost(PENALTY, DIVERGENCES["kl"], len(problem.columns.order))
         everywhere = slice(found.width)
 
         def product(p=posterior, m=model, e=everywhere):

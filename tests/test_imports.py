@@ -18,9 +18,10 @@ ALLOWED: dict[str, set[str]] = {
     "fusion": {"matching", "graph"},
     "federated": {"fusion", "graph", "matching"},
     "experiments": {"federated", "fusion", "graph", "matching"},
-    "reports": {"graph"},
-    "checkpoints": set(),
+    "reports": {"graph", "files"},
+    "checkpoints": {"fusion", "graph", "factories", "files"},
     "factories": set(),
+    "files": set(),
     "cli": {
         "matching",
         "graph",
@@ -30,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
         "reports",
         "checkpoints",
         "factories",
+        "files",
     },
     "__init__": {"matching", "graph", "fusion", "checkpoints"},
 }

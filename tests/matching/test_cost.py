@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from nafi.matching.cost import CostModel, EvidenceCost, PenalisedCost, joint_objective
 from nafi.matching.divergence import DIVERGENCES
 from nafi.matching.prior import BetaBernoulli, PublicCodeBetaBernoulli
+from nafi.matching.problem import Problem
 from nafi.matching.products import GramProducts, direct_products
 from tests.matching import oracle
 from tests.matching.strategies import Case, cases, random_posterior
@@ -17,8 +18,11 @@ from tests.matching.strategies import Case, cases, random_posterior
 COSTS = ["pfnm", *DIVERGENCES]
 
 
-def cost_named(name: str, penalty: float) -> CostModel:
-    return EvidenceCost() if name == "pfnm" else PenalisedCost(penalty, DIVERGENCES[name])
+def cost_named(name: str, penalty: float, problem: Problem) -> CostModel:
+    dimension = len(problem.columns.order)
+    return (
+        EvidenceCost() if name == "pfnm" else PenalisedCost(penalty, DIVERGENCES[name], dimension)
+    )
 
 
 @pytest.mark.parametrize("name", COSTS)
@@ -36,7 +40,7 @@ def test_every_entry_equals_the_formula(name: str, case: Case, seed: int, penalt
     number[slots] = np.arange(len(slots))
     others = [None if o == s else number[a] for o, a in enumerate(assignments)]
     model, gaussian = problem.models[s], posterior.at(slots)
-    cost = cost_named(name, penalty)
+    cost = cost_named(name, penalty, problem)
     prior = BetaBernoulli(len(problem.models), mass=0.7)
     expected = oracle.cost_matrix(
         case.neurons,

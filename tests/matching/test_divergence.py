@@ -51,7 +51,7 @@ def test_closed_form_equals_integral(name: str, m0: float, w: float, p0: float, 
     """In one dimension, through the same code that builds the cost matrices."""
     problem = build_problem([[[w]]], t, m0, p0)  # type: ignore[arg-type]
     divergence = DIVERGENCES[name]
-    moved = divergence.moved(problem.prior, problem.models[0].precision)
+    moved = divergence.moved(problem.prior, problem.models[0].precision, dimension=1)
     found = divergence.link(moved.evaluate(problem.prior, problem.models[0], []))[0, 0]
     after = norm((p0 * m0 + t * w) / (p0 + t), 1 / math.sqrt(p0 + t))
     expected = integrated(name, norm(m0, 1 / math.sqrt(p0)), after)

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import nafi
+from nafi.errors import InputError
 from nafi.matching.divergence import DIVERGENCES
 from nafi.matching.posterior import Posterior
 from tests.matching import oracle
@@ -284,3 +285,22 @@ def test_summary_names_what_matters() -> None:
     assert text.startswith("30 neurons of 5 models -> ")
     assert "settled after" in text
     assert len(text.splitlines()) == 3
+
+
+@pytest.mark.parametrize("divergence", ["kl", "jeffreys", "hellinger", "wasserstein2"])
+def test_dimension_counts_the_spread_as_columns_of_zeros_would(divergence: str) -> None:
+    rng = np.random.default_rng(5)
+    neurons = [rng.standard_normal((6, 7)) for _ in range(4)]
+    padded = [np.pad(own, ((0, 0), (0, 13))) for own in neurons]
+    for penalty in [0.1, 0.5]:
+        options = {"penalty": penalty, "divergence": divergence, "prior_precision": 0.5}
+        wide = nafi.match(padded, **options)
+        counted = nafi.match(neurons, dimension=20, **options)
+        for one, two in zip(wide.assignments, counted.assignments, strict=True):
+            np.testing.assert_array_equal(one, two)
+    assert nafi.match(neurons, dimension=2000).width < nafi.match(neurons, dimension=0).width
+
+
+def test_dimension_must_be_a_number() -> None:
+    with pytest.raises(InputError, match="dimension: found -1"):
+        nafi.match([np.ones((2, 3))] * 2, dimension=-1)

@@ -7,14 +7,15 @@ for both directions; they differ in the penalty and in the order of the groups a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from nafi.errors import InputError
-from nafi.fusion.base import FusionResult, Task, fuser
+from nafi.fusion.base import FusionResult, Progress, Task, fuser
 from nafi.fusion.clients import Array
 from nafi.fusion.features import Moments, Table, known_share, summary, table
 from nafi.fusion.heads import comparable_heads
@@ -28,21 +29,27 @@ from nafi.matching.columns import Index
 
 DIRECTIONS = ("bottom-up", "top-down")
 
+# The spread of the penalty is counted for so many columns, those of the paper's first layer. It
+# grows with the columns, though neurons are no further apart: without this, layers with many inputs
+# would merge everything and those with few nothing.
+PENALTY_COLUMNS = 800
+
 
 @dataclass(frozen=True)
 class Matcher:
     """How the neurons of one group are matched.
 
     evidence: what a neuron of mean size is worth, its squared norm over the noise variance; the
-        noise of each group is scaled to that, so that neither the size of the weights nor the
-        number of columns matters
+        noise of each group is scaled to that, and the penalty's spread is counted for the same
+        number of columns, so that neither the size of the weights nor their number matters
     prior_ratio: prior variance over noise variance
-    noise_precision, prior_precision: absolute 1/variances instead, the same for every group
+    noise_precision, prior_precision: absolute 1/variances instead, the same for every group; the
+        penalty is then that of the paper
     """
 
-    penalty: float = 0.1
+    penalty: float = 0.4
     divergence: str = "kl"
-    evidence: float = 30.0
+    evidence: float = 150.0
     prior_ratio: float = 1.0
     noise_precision: float | None = None
     prior_precision: float | None = None
@@ -50,6 +57,12 @@ class Matcher:
     sweeps: int = 10
     compat: str = "paper"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("evidence", "prior_ratio", "noise_precision", "prior_precision"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < np.inf):
+                raise InputError(f"{name}: found {value!r}, expected a number above 0")
 
     def match(self, given: Table, limit: int, unit: float | None = None) -> Matching:
         noise = self.noise(given) if unit is None else unit
@@ -60,6 +73,7 @@ class Matcher:
             prior_precision=prior,
             mass=self.mass,
             penalty=self.penalty,
+            dimension=PENALTY_COLUMNS if self.noise_precision is None else None,
             divergence=self.divergence,
             sweeps=self.sweeps,
             max_width=limit,
@@ -164,139 +178,99 @@ Validate = Callable[[nn.Module], float]
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """Everything of a fusion but the matcher; it is made once for a list of penalties."""
+class Settings:
+    """Everything else about a fusion by matching; see `nafi.fuse`."""
 
-    task: Task
-    networks: Networks
-    direction: str
-    limits: Mapping[str, int]
-    moments: Moments
-    restore_norm: bool
+    penalty: float | Sequence[float] = 0.4
+    validate: Validate | None = None
+    direction: str = "bottom-up"
+    max_width: MaxWidth = None
+    restore_norm: bool = True
+    input_moments: Sequence[Mapping[str, Array]] | None = None
 
-    def run(self, matcher: Matcher) -> FusionResult:
-        """Match every group, then merge."""
-        networks, progress = self.networks, self.task.progress
-        descent = _Descent(networks, matcher, self.limits, self.moments)
-        total = len(networks.spec.groups)
-        while len(descent.placements[0]) < total:
-            group = next_group(networks, self.direction, list(descent.placements[0]))
-            progress(group, len(descent.placements[0]), total)
-            descent.step(group)
-        progress("merging", total, total)
-        state = merge(networks, descent.placements, restore_norm=self.restore_norm)
-        widths = {name: descent.placements[0][name].width for name in networks.spec.groups}
-        model, spec = networks.build(state, widths)
-        assignments = {
-            name: tuple(own[name].index.numpy() for own in descent.placements) for name in widths
-        }
-        return FusionResult(model, widths, spec, assignments, descent.matchings)
-
-    def best_of(
-        self, matcher: Matcher, penalties: Sequence[float], validate: Validate | None
-    ) -> FusionResult:
-        """The result of the penalty with the highest score, with the scores of all."""
-        if len(penalties) == 1 and validate is None:
-            return self.run(replace(matcher, penalty=penalties[0]))
-        if validate is None or not penalties:
+    def __post_init__(self) -> None:
+        if self.direction not in DIRECTIONS:
+            expected = " or ".join(DIRECTIONS)
+            raise InputError(f"direction: found {self.direction!r}, expected {expected}")
+        if not self.penalties or (len(self.penalties) > 1 and self.validate is None):
             raise InputError(
                 "penalty: a list needs validate=, a function of the fused model whose result is "
                 "the higher the better (the accuracy on data held out by the clients, for example)"
             )
+
+    @property
+    def penalties(self) -> list[float]:
+        one = isinstance(self.penalty, int | float)
+        return [self.penalty] if one else list(self.penalty)  # type: ignore[list-item, arg-type]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A fusion up to the penalty; it is made once for a list of them."""
+
+    networks: Networks
+    settings: Settings
+    limits: Mapping[str, int]
+    moments: Moments
+    progress: Progress
+
+    def run(self, matcher: Matcher) -> FusionResult:
+        """Match every group, then merge."""
+        networks = self.networks
+        descent = _Descent(networks, matcher, self.limits, self.moments)
+        total = len(networks.spec.groups)
+        while len(descent.placements[0]) < total:
+            group = next_group(networks, self.settings.direction, list(descent.placements[0]))
+            self.progress(group, len(descent.placements[0]), total)
+            descent.step(group)
+        self.progress("merging", total, total)
+        state = merge(networks, descent.placements, restore_norm=self.settings.restore_norm)
+        widths = {name: descent.placements[0][name].width for name in networks.spec.groups}
+        model, spec, architecture = networks.build(state, widths)
+        assignments = {
+            name: tuple(own[name].index.numpy() for own in descent.placements) for name in widths
+        }
+        return FusionResult(model, widths, spec, architecture, assignments, descent.matchings)
+
+    def best(self, matchers: Sequence[Matcher], validate: Validate) -> FusionResult:
+        """The result with the highest score, with the scores of all."""
         best, highest = None, -np.inf
         scores = []
-        for penalty in penalties:
-            found = self.run(replace(matcher, penalty=penalty))
+        for matcher in matchers:
+            found = self.run(matcher)
             score = float(validate(found.model))
-            scores.append({"penalty": penalty, "score": score, "widths": found.widths})
+            scores.append({"penalty": matcher.penalty, "score": score, "widths": found.widths})
             if best is None or score > highest:
-                told = {"penalty": penalty, "score": score, "scores": scores}
+                told = {"penalty": matcher.penalty, "score": score, "scores": scores}
                 best, highest = replace(found, diagnostics=told), score
         assert best is not None
         return best
 
 
-def _plan(
-    task: Task,
-    direction: str,
-    max_width: MaxWidth,
-    restore_norm: bool,
-    input_moments: Sequence[Mapping[str, Array]] | None,
-) -> _Plan:
-    if direction not in DIRECTIONS:
-        raise InputError(f"direction: found {direction!r}, expected {' or '.join(DIRECTIONS)}")
+_OF_MATCHER = [f.name for f in fields(Matcher) if f.name not in ("penalty", "seed")]
+_OF_SETTINGS = [f.name for f in fields(Settings)]
+_OF_NAFI_ALONE = ("penalty", "divergence", "validate")
+
+
+@fuser("nafi", options=[*_OF_SETTINGS, *_OF_MATCHER])
+def nafi(task: Task, **options: Any) -> FusionResult:
+    """The paper's matching, with a divergence penalty."""
+    settings = Settings(**{name: options[name] for name in _OF_SETTINGS if name in options})
+    chosen = {name: options[name] for name in _OF_MATCHER if name in options}
+    matchers = [Matcher(penalty=lam, seed=task.seed, **chosen) for lam in settings.penalties]
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm)
     check_classes(networks.clients, networks.spec)
-    moments = check_moments(networks, input_moments)
-    limits = width_limits(networks, max_width)
-    return _Plan(task, networks, direction, limits, moments, restore_norm)
-
-
-@fuser("nafi")
-def nafi(
-    task: Task,
-    *,
-    penalty: float | Sequence[float] = 0.1,
-    divergence: str = "kl",
-    evidence: float = 30.0,
-    prior_ratio: float = 1.0,
-    noise_precision: float | None = None,
-    prior_precision: float | None = None,
-    mass: float = 1.0,
-    max_width: MaxWidth = None,
-    direction: str = "bottom-up",
-    restore_norm: bool = True,
-    input_moments: Sequence[Mapping[str, Array]] | None = None,
-    sweeps: int = 10,
-    compat: str = "paper",
-    validate: Validate | None = None,
-) -> FusionResult:
-    """The paper's matching, with a divergence penalty."""
-    plan = _plan(task, direction, max_width, restore_norm, input_moments)
-    matcher = Matcher(
-        0.0,
-        divergence,
-        evidence,
-        prior_ratio,
-        noise_precision,
-        prior_precision,
-        mass,
-        sweeps,
-        compat,
-        task.seed,
+    moments = check_moments(networks, settings.input_moments)
+    limits = width_limits(networks, settings.max_width)
+    plan = _Plan(networks, settings, limits, moments, task.progress)
+    return (
+        plan.run(matchers[0])
+        if settings.validate is None
+        else plan.best(matchers, settings.validate)
     )
-    penalties = list(penalty) if isinstance(penalty, Sequence) else [penalty]
-    return plan.best_of(matcher, penalties, validate)
 
 
-@fuser("pfnm")
-def pfnm(
-    task: Task,
-    *,
-    evidence: float = 30.0,
-    prior_ratio: float = 1.0,
-    noise_precision: float | None = None,
-    prior_precision: float | None = None,
-    mass: float = 1.0,
-    max_width: MaxWidth = None,
-    direction: str = "bottom-up",
-    restore_norm: bool = True,
-    input_moments: Sequence[Mapping[str, Array]] | None = None,
-    sweeps: int = 10,
-    compat: str = "paper",
-) -> FusionResult:
+@fuser("pfnm", options=[o for o in [*_OF_SETTINGS, *_OF_MATCHER] if o not in _OF_NAFI_ALONE])
+def pfnm(task: Task, **options: Any) -> FusionResult:
     """The same without a penalty; direction="top-down" is the public code's order of layers."""
-    plan = _plan(task, direction, max_width, restore_norm, input_moments)
-    matcher = Matcher(
-        0.0,
-        "kl",
-        evidence,
-        prior_ratio,
-        noise_precision,
-        prior_precision,
-        mass,
-        sweeps,
-        compat,
-        task.seed,
-    )
-    return plan.run(matcher)
+    return nafi(task, penalty=0.0, **options)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from nafi.errors import InputError
+from nafi.errors import InputError, few
 from nafi.graph.spec import holds_numbers
 from nafi.graph.trace import named_tensors
 
@@ -89,7 +89,7 @@ def _check_same_tensors(
     advice = "; only models of one architecture can be fused"
     missing, extra = [k for k in first if k not in state], [k for k in state if k not in first]
     if missing or extra:
-        found = [f"lacks {_few(missing)}"] * bool(missing) + [f"has {_few(extra)}"] * bool(extra)
+        found = [f"lacks {few(missing)}"] * bool(missing) + [f"has {few(extra)}"] * bool(extra)
         raise InputError(f"{label} {' and '.join(found)}, unlike {first_label}{advice}")
     for name, tensor in state.items():
         if tensor.dtype != first[name].dtype:
@@ -116,10 +116,6 @@ def _check_finite(state: dict[str, Tensor], label: str) -> None:
 
 def _is(count: int) -> str:
     return "is" if count == 1 else "are"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _counts(values: npt.ArrayLike | None, name: str, models: int, ndim: int) -> Array | None:

@@ -44,7 +44,7 @@ class Ensemble(nn.Module):
         return mean.clamp(min=1e-30).log() if self.average == "probabilities" else mean
 
 
-@fuser("ensemble")
+@fuser("ensemble", options=["average"])
 def ensemble(task: Task, *, average: str = "logits") -> FusionResult:
     """All models, each counting the same; average: logits, or probabilities along dimension 1."""
     if average not in AVERAGES:

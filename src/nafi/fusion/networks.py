@@ -29,6 +29,7 @@ class Networks:
     """What matching works on.
 
     original: the first client's network; template: the same with its normalisation folded
+    architecture: the spec of the original, normalisation included
     specs, states: of each client, folded; they differ in widths only
     batchnorm: "attach" to put normalisation back into the result, "fold" to leave it folded
     """
@@ -36,6 +37,7 @@ class Networks:
     clients: Clients
     original: nn.Module
     template: nn.Module
+    architecture: ModelSpec
     specs: tuple[ModelSpec, ...]
     states: tuple[Mapping[str, Tensor], ...]
     batchnorm: str
@@ -65,8 +67,11 @@ class Networks:
 
     def build(
         self, state: Mapping[str, Tensor], widths: Mapping[str, int]
-    ) -> tuple[nn.Module, ModelSpec]:
-        """The network with these tensors at these widths, in eval mode, and its spec."""
+    ) -> tuple[nn.Module, ModelSpec, ModelSpec]:
+        """The network with these tensors at these widths, in eval mode, and its spec.
+
+        The third is the spec of the clients' architecture at these widths.
+        """
         model = rebuild(self.template, self.spec, widths)
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():
@@ -74,7 +79,7 @@ class Networks:
         spec = self.spec.resized(widths)
         if self.batchnorm == "attach" and spec.folded:
             model, spec = attach_batchnorm(model, spec, like=self.original)
-        return model.eval(), spec
+        return model.eval(), spec, self.architecture.resized(widths)
 
 
 def prepare(
@@ -95,6 +100,7 @@ def prepare(
         clients,
         first,
         folded[0][0],
+        known,
         tuple(fitted for _, fitted in folded),
         tuple(states),
         batchnorm,

@@ -29,7 +29,7 @@ State = Mapping[str, Tensor]
 Orders = dict[str, Tensor]
 
 
-@fuser("rebasin")
+@fuser("rebasin", options=["sweeps", "restore_norm"])
 def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> FusionResult:
     """Permute each model towards the mean of the others until none wants to move.
 
@@ -47,11 +47,11 @@ def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> Fusio
     task.progress("merging", sweeps, sweeps)
     placements = search.placements
     state = merge(networks, placements, restore_norm=restore_norm)
-    model, spec = networks.build(state, networks.spec.widths)
+    model, spec, architecture = networks.build(state, networks.spec.widths)
     assignments = {
         name: tuple(own[name].index.numpy() for own in placements) for name in networks.spec.groups
     }
-    return FusionResult(model, networks.spec.widths, spec, assignments)
+    return FusionResult(model, networks.spec.widths, spec, architecture, assignments)
 
 
 class _Search:

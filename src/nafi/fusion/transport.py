@@ -28,7 +28,7 @@ METRICS = ("euclidean", "sqeuclidean", "cosine")
 _OWN = (Role.INCOMING, Role.BIAS)
 
 
-@fuser("ot")
+@fuser("ot", options=["reference", "metric", "restore_norm"])
 def ot(
     task: Task, *, reference: int = 0, metric: str = "euclidean", restore_norm: bool = False
 ) -> FusionResult:
@@ -61,11 +61,11 @@ def ot(
     task.progress("merging", total, total)
     state = merge(networks, placements, restore_norm=restore_norm)
     widths = networks.specs[reference].widths
-    model, spec = networks.build(state, widths)
+    model, spec, architecture = networks.build(state, widths)
     assignments = {
         name: tuple(_strongest(own[name]) for own in placements) for name in networks.spec.groups
     }
-    return FusionResult(model, widths, spec, assignments)
+    return FusionResult(model, widths, spec, architecture, assignments)
 
 
 def _transported(

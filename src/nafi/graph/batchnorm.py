@@ -66,11 +66,16 @@ def attach_batchnorm(
         bias = getattr(layer, "bias", None)
         if not isinstance(bias, Tensor):
             raise SpecError(f"{layer_name} has no bias, so nothing was folded into it")
-        norm = _identity_norm(layer, bias)
-        if like is not None and like.get_submodule(layer_name).bias is None:
-            with torch.no_grad():
-                norm.bias.copy_(bias)
-            layer.register_parameter("bias", None)
+        norm = _norm_after(layer, bias)
+        if like is not None:
+            before = like.get_submodule(norm_name)
+            norm.eps, norm.momentum = before.eps, before.momentum  # type: ignore[assignment]
+            if like.get_submodule(layer_name).bias is None:
+                with torch.no_grad():
+                    norm.bias.copy_(bias)
+                layer.register_parameter("bias", None)
+        assert norm.running_var is not None
+        norm.running_var.sub_(norm.eps)  # with mean 0, scale 1: nothing changes in eval mode
         _replace(twin, twin.get_submodule(norm_name), norm)
         for name, tensor in norm.state_dict().items():
             axes[f"{norm_name}.{name}"] = axes[f"{layer_name}.bias"] if tensor.ndim else ()
@@ -122,15 +127,13 @@ def _scaled_outputs(layer: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
     return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
 
 
-def _identity_norm(layer: nn.Module, like: Tensor) -> nn.modules.batchnorm._BatchNorm:
+def _norm_after(layer: nn.Module, like: Tensor) -> nn.modules.batchnorm._BatchNorm:
     kind: type[nn.modules.batchnorm._BatchNorm] = nn.BatchNorm2d
     if isinstance(layer, _ONE_DIMENSIONAL):
         kind = nn.BatchNorm1d
     elif isinstance(layer, _THREE_DIMENSIONAL):
         kind = nn.BatchNorm3d
     norm = kind(len(like), device=like.device, dtype=like.dtype)
-    assert norm.running_var is not None
-    norm.running_var.sub_(norm.eps)
     norm.train(layer.training)
     return norm
 

@@ -30,6 +30,7 @@ def match(
     mass: float = 1.0,
     penalty: float = 0.1,
     divergence: str = "kl",
+    dimension: float | None = None,
     sweeps: int = 10,
     max_width: int | None = None,
     compat: str = "paper",
@@ -49,6 +50,9 @@ def match(
         mass: gamma, the readiness to open new neurons; > 0.
         penalty: lam; 0 is PFNM, more penalty means fewer global neurons as a rule.
         divergence: kl (the paper's), reverse_kl, jeffreys, hellinger, wasserstein2.
+        dimension: how many columns the divergence's spread, the part that depends on precisions
+            alone, is counted for; None for as many as there are, which is the paper's formula.
+            It grows with the columns while everything else grows with the size of the neurons.
         sweeps: most passes over the models after the first; fewer if no model would change its
             assignment given all others. A few neurons may go to and fro for ever (a cycle of best
             responses); `Matching.converged` tells.
@@ -79,6 +83,7 @@ def match(
         prior_precision=prior_precision,
         mass=mass,
         divergence=divergence,
+        dimension=dimension,
         sweeps=sweeps,
         max_width=max_width,
         compat=compat,
@@ -95,6 +100,7 @@ def match_path(
     prior_precision: npt.ArrayLike = 1.0,
     mass: float = 1.0,
     divergence: str = "kl",
+    dimension: float | None = None,
     sweeps: int = 10,
     max_width: int | None = None,
     compat: str = "paper",
@@ -108,7 +114,9 @@ def match_path(
     neurons once for each descent.
     """
     problem = build_problem(neurons, precisions, prior_mean, prior_precision)
-    costs = _costs(penalties, divergence_named(divergence))
+    columns = float(len(problem.columns.order))
+    counted = columns if dimension is None else _number(dimension, "dimension", 0.0)
+    costs = _costs(penalties, divergence_named(divergence), counted)
     prior = popularity_named(compat, len(problem.models), _number(mass, "mass", 1 / LARGEST))
     passes = _whole(sweeps, "sweeps", at_least=0)
     limit = _max_width(max_width, problem)
@@ -116,7 +124,7 @@ def match_path(
     return Descent(problem, costs, prior, limit).run(passes, rng)
 
 
-def _costs(penalties: Sequence[float], divergence: Divergence) -> list[CostModel]:
+def _costs(penalties: Sequence[float], divergence: Divergence, dimension: float) -> list[CostModel]:
     array = isinstance(penalties, np.ndarray) and penalties.ndim == 1
     if not array and (isinstance(penalties, str) or not isinstance(penalties, Sequence)):
         raise InputError(f"penalties: found {penalties!r}, expected a list of numbers")
@@ -125,7 +133,9 @@ def _costs(penalties: Sequence[float], divergence: Divergence) -> list[CostModel
     several = len(penalties) > 1
     names = [f"penalties[{index}]" if several else "penalty" for index in range(len(penalties))]
     values = [_number(value, name, 0.0) for value, name in zip(penalties, names, strict=True)]
-    return [PenalisedCost(value, divergence) if value else EvidenceCost() for value in values]
+    return [
+        PenalisedCost(value, divergence, dimension) if value else EvidenceCost() for value in values
+    ]
 
 
 def _number(value: float, name: str, at_least: float) -> float:

@@ -48,15 +48,19 @@ class EvidenceCost:
 
 
 class PenalisedCost:
-    """NAFI: `EvidenceCost` plus a penalty on how far the match moves the global neuron."""
+    """NAFI: `EvidenceCost` plus a penalty on how far the match moves the global neuron.
 
-    def __init__(self, penalty: float, divergence: Divergence) -> None:
+    dimension: how many columns the divergence's spread is counted for
+    """
+
+    def __init__(self, penalty: float, divergence: Divergence, dimension: float) -> None:
         self.penalty = penalty
         self.divergence = divergence
+        self.dimension = dimension
 
     def __call__(self, posterior: Gaussian, model: LocalModel, products: Sequence[Array]) -> Array:
         cost = evidence(posterior, model.precision)
-        moved = self.divergence.moved(posterior, model.precision)
+        moved = self.divergence.moved(posterior, model.precision, self.dimension)
         if self.divergence.is_quadratic:
             both = cost + moved.scaled(self.penalty)
             return both.evaluate(posterior, model, products)

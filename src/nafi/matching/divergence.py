@@ -40,16 +40,18 @@ class Divergence(ABC):
         """Whether the divergence can be added to a cost before any product is taken."""
         return type(self).link is Divergence.link
 
-    def moved(self, posterior: Gaussian, precision: Array) -> Quadratic:
+    def moved(self, posterior: Gaussian, precision: Array, dimension: float) -> Quadratic:
         """The sum over columns as a function of the observation w.
 
-        posterior: I Gaussians; precision: (B,) of the observation.
+        posterior: I Gaussians; precision: (B,) of the observation; dimension: how many columns the
+        spread is counted for, D for the sum as it is.
         With `k = weight t^2 / P'^2`: `k (w - eta/P)^2 = k w^2 - 2 k/P eta w + k/P^2 eta^2`.
         """
         before = posterior.precision
         after = before + precision
         factor = self.weight(before, after) * (precision / after) ** 2
-        offset = self.spread(before, after) @ posterior.columns.sizes.astype(np.float64)
+        sizes = posterior.columns.sizes
+        offset = self.spread(before, after) @ (sizes * (dimension / sizes.sum()))
         return Quadratic(offset, factor / before / before, -2.0 * factor / before, factor)
 
 

@@ -7,50 +7,81 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from nafi.errors import InputError
-from nafi.reports.files import atomic_path
-
-Array = npt.NDArray[np.float64]
+from nafi.files import atomic_path
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format of the file's suffix."""
-    known = figure.canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in known:
+def check_picture(path: Path) -> None:
+    """Refuse a file whose suffix is no picture format."""
+    if path.suffix.lstrip(".").lower() not in Figure().canvas.get_supported_filetypes():
         raise InputError(
             f"cannot write {path}: unknown picture format {path.suffix or '(none)'!r}, "
             "use .png, .svg or .pdf"
         )
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of the file's suffix."""
+    check_picture(path)
     with atomic_path(path) as partial:
         figure.savefig(partial, dpi=150)
 
 
-def draw_neurons(rows: Sequence[tuple[str, Array]], side: int, title: str, path: Path) -> None:
-    """Rows of neurons, each neuron a small square picture.
+def draw_demo(
+    points: Sequence[tuple[str, float, int]],
+    local: Sequence[float],
+    counts: npt.NDArray[np.int64],
+    path: Path,
+) -> None:
+    """What each client has seen, and accuracy against the size of the fused model.
 
-    rows: (label, (n, side * side) neurons); a row of NaN leaves a gap, for an absent neuron.
+    points: (method, accuracy in percent, hidden neurons); local: accuracies of the clients alone;
+    counts: (clients, classes) samples
     """
-    columns = max(len(neurons) for _, neurons in rows)
-    scale = max(float(np.nanmax(np.abs(neurons))) for _, neurons in rows)
-    figure = Figure(figsize=(0.36 * columns + 2.4, 0.42 * len(rows) + 0.8), layout="constrained")
-    figure.suptitle(title, fontsize="medium")
-    for index, (label, neurons) in enumerate(rows):
-        # One picture per row keeps hundreds of neurons quick to draw.
-        gap = np.full((side, 1), np.nan)
-        tiles = [tile for w in neurons for tile in (w.reshape(side, side), gap)]
-        missing = [np.full((side, side + 1), np.nan)] * (columns - len(neurons))
-        axes = figure.add_subplot(len(rows), 1, index + 1)
-        axes.imshow(
-            np.concatenate([*tiles, *missing], axis=1), cmap="RdBu_r", vmin=-scale, vmax=scale
+    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.7])
+    left.imshow(counts, cmap="Blues", aspect="auto")
+    for (row, column), count in np.ndenumerate(counts):
+        dark = count > counts.max() / 2
+        left.text(
+            column, row, count, ha="center", va="center", color="white" if dark else "#1b2430"
         )
-        axes.set_ylabel(label, rotation=0, ha="right", va="center")
-        axes.set_xticks([])
-        axes.set_yticks([])
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+    left.set_title("Samples of each client", fontsize="medium")
+    left.set_xlabel("digit")
+    left.set_ylabel("client")
+    left.set_xticks(range(counts.shape[1]))
+    left.set_yticks(range(len(counts)), [str(s + 1) for s in range(len(counts))])
+    right.axhspan(min(local), max(local), color="#d8dee6", label="clients alone, worst to best")
+    right.axhline(float(np.mean(local)), color="#51606f", linewidth=1, label="clients alone, mean")
+    for method, accuracy, neurons in points:
+        right.plot(neurons, accuracy, "o", color="#1f5fa8" if "nafi" in method else "#b4541f")
+    _label_points(right, points)
+    right.set_xscale("log")
+    sizes = sorted({neurons for _, _, neurons in points})
+    right.set_xlim(0.8 * sizes[0], 1.9 * sizes[-1])
+    right.set_xticks(sizes, [str(n) for n in sizes])
+    right.minorticks_off()
+    right.set_ylim(0, 102)
+    right.set_title("One model from all of them", fontsize="medium")
+    right.set_xlabel("hidden neurons")
+    right.set_ylabel("accuracy on test digits, %")
+    right.legend(loc="lower right", fontsize="small")
     save(figure, path)
+
+
+def _label_points(axes: Any, points: Sequence[tuple[str, float, int]]) -> None:
+    """Names beside the points, pushed apart where they would lie on each other."""
+    placed: list[tuple[int, float]] = []
+    for method, accuracy, neurons in sorted(points, key=lambda p: -p[1]):
+        near = [height for other, height in placed if 1 / 3 < other / neurons < 3]
+        height = min([accuracy, *(below - 5 for below in near if abs(below - accuracy) < 15)])
+        placed.append((neurons, height))
+        axes.annotate(
+            f" {method} {accuracy:.1f}", (neurons * 1.03, height), va="center", fontsize="small"
+        )
