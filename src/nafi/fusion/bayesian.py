@@ -17,8 +17,8 @@ from torch import nn
 from nafi.errors import InputError
 from nafi.fusion.base import FusionResult, Progress, Task, fuser
 from nafi.fusion.clients import Array
-from nafi.fusion.features import Moments, Table, known_share, summary, table
-from nafi.fusion.heads import comparable_heads
+from nafi.fusion.features import Moments, Table, known_share
+from nafi.fusion.heads import comparable
 from nafi.fusion.merge import check_classes, merge
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, prepare
@@ -64,8 +64,8 @@ class Matcher:
             if value is not None and not (isinstance(value, int | float) and 0 < value < np.inf):
                 raise InputError(f"{name}: found {value!r}, expected a number above 0")
 
-    def match(self, given: Table, limit: int, unit: float | None = None) -> Matching:
-        noise = self.noise(given) if unit is None else unit
+    def match(self, given: Table, limit: int, noise: float) -> Matching:
+        """Match the rows of a table; noise: the precision of a column of weight 1."""
         prior = noise / self.prior_ratio if self.prior_precision is None else self.prior_precision
         return match(
             given.neurons,
@@ -107,29 +107,30 @@ class _Descent:
     def __post_init__(self) -> None:
         self.placements = [{} for _ in self.networks.specs]
 
-    def table(self, group: str) -> Table | None:
-        return table(self.networks, group, self.placements, self.moments)
-
     def step(self, group: str) -> None:
         spec = self.networks.spec
         inside = [name for name, other in spec.groups.items() if other.parent == group]
         if spec.groups[group].parent is not None:
             self._match_within(group)
         else:
-            own = self.table(group)
-            tables = [found for found in map(self.table, inside) if found is not None]
-            if tables:
-                own = comparable_heads(own, tables)
-            given = own or summary(self.networks, group, self.placements)
-            found = self.matcher.match(given, self.limits[group])
+            given = comparable(self.networks, group, self.placements, self.moments)
+            found = self._match(given, self.limits[group], self.matcher.noise(given))
             self.matchings[group] = found
             self._place(group, found.assignments, found.width)
         for name in inside:
             self.step(name)
 
+    def _match(self, given: Table, limit: int, noise: float) -> Matching:
+        """Match in the order of the ranking, and answer in that of the clients."""
+        ranking = self.networks.ranking
+        ranked = Table([given.neurons[s] for s in ranking], [given.weights[s] for s in ranking])
+        found = self.matcher.match(ranked, limit, noise)
+        by_client = dict(zip(ranking, found.assignments, strict=True))
+        return replace(found, assignments=tuple(by_client[s] for s in range(len(ranking))))
+
     def _match_within(self, group: str) -> None:
         """Match the neurons within each member of the parent, on one scale for all of them."""
-        given = self.table(group) or summary(self.networks, group, self.placements)
+        given = comparable(self.networks, group, self.placements, self.moments)
         unit = self.matcher.noise(given)
         parent = str(self.networks.spec.groups[group].parent)
         assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in given.neurons]
@@ -146,10 +147,10 @@ class _Descent:
         self._place(group, assigned, width)
 
     def _owners(self, group: str) -> list[list[tuple[int, int]]]:
-        """For each global neuron the clients that have it, and which of theirs it is."""
+        """For each global neuron the clients that have it, by rank, and which of theirs it is."""
         owned: list[list[tuple[int, int]]] = [[] for _ in range(self.placements[0][group].width)]
-        for s, placements in enumerate(self.placements):
-            for local, place in enumerate(placements[group].index.tolist()):
+        for s in self.networks.ranking:
+            for local, place in enumerate(self.placements[s][group].index.tolist()):
                 owned[place].append((s, local))
         return owned
 

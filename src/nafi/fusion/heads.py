@@ -6,14 +6,39 @@ head of every client a row of numbers in which equal heads are equal, whatever t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from nafi.fusion.clients import Array
-from nafi.fusion.features import Table
+from nafi.fusion.features import Moments, Table, summary, table
+from nafi.fusion.networks import Networks
+from nafi.graph.lift import Placements
+from nafi.graph.neurons import Role
 from nafi.matching.columns import Index
+
+
+def comparable(
+    networks: Networks,
+    group: str,
+    placements: Sequence[Placements],
+    moments: Moments | None = None,
+    roles: Collection[Role] = tuple(Role),
+) -> Table:
+    """The best that there is to compare a group's neurons by, whatever it holds.
+
+    Columns in a common order, also of the groups within; else outgoing ones; else sums.
+    """
+    inside = [name for name, other in networks.spec.groups.items() if other.parent == group]
+    own = table(networks, group, placements, moments, roles)
+    found = [table(networks, name, placements, moments, roles) for name in inside]
+    within = [given for given in found if given is not None]
+    if within:
+        return comparable_heads(own, within)
+    return (
+        own or table(networks, group, placements, moments) or summary(networks, group, placements)
+    )
 
 
 def comparable_heads(own: Table | None, inside: list[Table]) -> Table:
@@ -35,9 +60,9 @@ def comparable_heads(own: Table | None, inside: list[Table]) -> Table:
         )
         parts = [] if own is None else [own.neurons[s]]
         spread = [] if own is None else [own.weights[s]]
-        for table, order, given in zip(padded, orders, inside, strict=True):
+        for rows_of, order, given in zip(padded, orders, inside, strict=True):
             chosen = order[np.arange(len(heads)), heads]
-            aligned = np.take_along_axis(table[s], chosen[:, :, None], axis=1)
+            aligned = np.take_along_axis(rows_of[s], chosen[:, :, None], axis=1)
             parts.append(aligned.reshape(len(aligned), -1))
             spread.append(np.tile(given.weights[s], aligned.shape[1]))
         rows.append(np.concatenate(parts, axis=1))
@@ -81,27 +106,3 @@ def _padded(table: Table) -> list[Array]:
     """The neurons within each head, with zeros up to the most that any client has."""
     most = max(neurons.shape[1] for neurons in table.neurons)
     return [np.pad(n, ((0, 0), (0, most - n.shape[1]), (0, 0))) for n in table.neurons]
-
-
-def places_of_heads(
-    own: Table | None, inside: Mapping[str, Table], reference: int
-) -> tuple[list[Index], dict[str, list[Index]]]:
-    """One-to-one places of each client's heads, and of the neurons within, at those of one client.
-
-    All clients have equal widths. Returns (H,) arrays, and for each inner group (H, d) arrays.
-    """
-    count = len((own or next(iter(inside.values()))).neurons)
-    heads: list[Index] = []
-    within: dict[str, list[Index]] = {name: [] for name in inside}
-    for s in range(count):
-        partners, orders = pair_heads(
-            None if own is None else own.neurons[s],
-            [found.neurons[s] for found in inside.values()],
-            None if own is None else own.neurons[reference],
-            [found.neurons[reference] for found in inside.values()],
-        )
-        heads.append(partners)
-        for name, order in zip(inside, orders, strict=True):
-            chosen = order[np.arange(len(partners)), partners]
-            within[name].append(np.argsort(chosen, axis=1))
-    return heads, within

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from nafi.fusion.clients import Clients
 from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
 from nafi.graph.groups import groups
 from nafi.graph.rebuild import rebuild
-from nafi.graph.spec import ModelSpec
+from nafi.graph.spec import ModelSpec, holds_numbers
 from nafi.graph.trace import Inputs, named_tensors
 
 BATCHNORM = ("attach", "fold")
@@ -46,6 +47,19 @@ class Networks:
     def spec(self) -> ModelSpec:
         """The spec of the template."""
         return self.specs[0]
+
+    @cached_property
+    def ranking(self) -> list[int]:
+        """The clients in an order that depends neither on that of the caller nor on their neurons'.
+
+        The one with the largest weights comes first: it has learnt most. Whatever treats clients
+        one after the other follows it.
+        """
+        sizes = [
+            sum(float(t.abs().double().square().sum()) for t in state.values() if holds_numbers(t))
+            for state in self.states
+        ]
+        return sorted(range(len(sizes)), key=lambda s: -sizes[s])
 
     def local_widths(self, group: str) -> list[int]:
         return [spec.groups[group].width for spec in self.specs]

@@ -6,7 +6,7 @@ mean of the others never falls, and all models keep their function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from nafi.fusion.features import real_rows
 from nafi.fusion.heads import pair_heads
 from nafi.fusion.merge import merge
 from nafi.fusion.networks import Networks, prepare
-from nafi.graph.lift import Positions
+from nafi.fusion.transport import align
+from nafi.graph.lift import Placement, Positions
 from nafi.graph.neurons import gather
 from nafi.graph.permute import permute_state
 from nafi.graph.spec import ModelSpec, holds_numbers
@@ -39,7 +40,8 @@ def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> Fusio
         raise InputError(f"sweeps: found {sweeps}, expected at least 1")
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()
     networks.check_equal_widths("rebasin")
-    search = _Search(networks, np.random.default_rng(task.seed))
+    start = align(networks, networks.ranking[0], "sqeuclidean", _one_to_one, task.progress)
+    search = _Search(networks, start, np.random.default_rng(task.seed))
     for sweep in range(sweeps):
         task.progress(f"sweep {sweep + 1}", sweep, sweeps)
         if not search.sweep(sweeps):
@@ -57,18 +59,27 @@ def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> Fusio
 class _Search:
     """The models as they are permuted now, and where their neurons went."""
 
-    def __init__(self, networks: Networks, rng: np.random.Generator) -> None:
+    def __init__(
+        self,
+        networks: Networks,
+        start: Sequence[Mapping[str, Placement]],
+        rng: np.random.Generator,
+    ) -> None:
         self.spec = networks.spec
+        self.ranking = networks.ranking
         self.rng = rng
-        self.states: list[State] = list(networks.states)
-        self.placements = [_identity(self.spec) for _ in networks.states]
+        self.placements = [_positions(own) for own in start]
+        self.states: list[State] = [
+            permute_state(state, self.spec, _orders(own, self.spec))
+            for state, own in zip(networks.states, self.placements, strict=True)
+        ]
         self.total = dict(self.states[0])
         for state in self.states[1:]:
             self.total = _combined(self.total, state, 1)
 
     def sweep(self, passes: int) -> bool:
         """Let every model move once; whether any did."""
-        moved = [self._move(int(s), passes) for s in self.rng.permutation(len(self.states))]
+        moved = [self._move(int(s), passes) for s in self.rng.permutation(self.ranking)]
         return any(moved)
 
     def _move(self, s: int, passes: int) -> bool:
@@ -89,11 +100,24 @@ class _Search:
         return moved
 
 
-def _identity(spec: ModelSpec) -> dict[str, Positions]:
-    return {
-        name: Positions(torch.arange(g.width).expand(_form(spec, name)).clone(), g.width)
-        for name, g in spec.groups.items()
-    }
+def _one_to_one(cost: Array) -> Array:
+    """The cheapest plan that gives every neuron a place of its own."""
+    plan = np.zeros(cost.shape)
+    plan[linear_sum_assignment(cost)] = 1
+    return plan
+
+
+def _positions(placements: Mapping[str, Placement]) -> dict[str, Positions]:
+    found = {}
+    for name, placement in placements.items():
+        assert isinstance(placement, Positions)  # of equal widths
+        found[name] = placement
+    return found
+
+
+def _orders(placements: Mapping[str, Positions], spec: ModelSpec) -> Orders:
+    """Which neuron comes to each place; within a parent, a row for each of its members as given."""
+    return {name: placements[name].index.argsort(dim=-1) for name in spec.groups}
 
 
 def _form(spec: ModelSpec, group: str) -> tuple[int, ...]:

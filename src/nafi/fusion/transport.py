@@ -13,11 +13,10 @@ import torch
 from scipy.spatial.distance import cdist
 
 from nafi.errors import InputError, NafiError
-from nafi.fusion.base import FusionResult, Task, fuser
+from nafi.fusion.base import FusionResult, Progress, Task, fuser
 from nafi.fusion.bayesian import next_group
 from nafi.fusion.clients import Array
-from nafi.fusion.features import table
-from nafi.fusion.heads import places_of_heads
+from nafi.fusion.heads import comparable
 from nafi.fusion.merge import merge
 from nafi.fusion.networks import Networks, prepare
 from nafi.graph.lift import Placement, Placements, Positions, Shares
@@ -28,44 +27,60 @@ METRICS = ("euclidean", "sqeuclidean", "cosine")
 _OWN = (Role.INCOMING, Role.BIAS)
 
 
+Solver = Callable[[Array], Array]
+
+
 @fuser("ot", options=["reference", "metric", "restore_norm"])
 def ot(
-    task: Task, *, reference: int = 0, metric: str = "euclidean", restore_norm: bool = False
+    task: Task,
+    *,
+    reference: int | None = None,
+    metric: str = "euclidean",
+    restore_norm: bool = False,
 ) -> FusionResult:
     """Align all models to one by the distance between incoming weights.
 
-    reference: the model that all others are aligned to; its widths are those of the result
+    reference: the model that all others are aligned to, whose widths are those of the result; by
+        default one that depends neither on the order of the models nor on that of their neurons
     metric: the ground cost between neurons: euclidean, sqeuclidean or cosine
     """
-    emd = _solver()
-    if not 0 <= reference < len(task.clients):
+    solver = _emd()
+    if reference is not None and not 0 <= reference < len(task.clients):
         raise InputError(f"reference: found {reference}, expected 0 to {len(task.clients) - 1}")
     if metric not in METRICS:
         raise InputError(f"metric: found {metric!r}, expected one of {', '.join(METRICS)}")
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()
     _check_rigid(networks)
-    placements: list[dict[str, Placement]] = [{} for _ in networks.specs]
-    total = len(networks.spec.groups)
-    while len(placements[0]) < total:
-        group = next_group(networks, "bottom-up", list(placements[0]))
-        task.progress(group, len(placements[0]), total)
-        inside = [n for n, other in networks.spec.groups.items() if other.parent == group]
-        found = (
-            _transported_heads(networks, placements, group, inside, reference)
-            if inside
-            else {group: _transported(networks, placements, group, reference, metric, emd)}
-        )
-        for name, places in found.items():
-            for own, place in zip(placements, places, strict=True):
-                own[name] = place
-    task.progress("merging", total, total)
+    centre = networks.ranking[0] if reference is None else reference
+    placements = align(networks, centre, metric, solver, task.progress)
     state = merge(networks, placements, restore_norm=restore_norm)
-    widths = networks.specs[reference].widths
+    widths = networks.specs[centre].widths
     model, spec, architecture = networks.build(state, widths)
     assignments = {
         name: tuple(_strongest(own[name]) for own in placements) for name in networks.spec.groups
     }
     return FusionResult(model, widths, spec, architecture, assignments)
+
+
+def align(
+    networks: Networks, reference: int, metric: str, solver: Solver, progress: Progress
+) -> list[dict[str, Placement]]:
+    """Where every client's neurons go among those of one client, group by group from the inputs.
+
+    solver: (J, I) costs -> (J, I) plan
+    """
+    placements: list[dict[str, Placement]] = [{} for _ in networks.specs]
+    total = len(networks.spec.groups)
+    while len(placements[0]) < total:
+        group = next_group(networks, "bottom-up", list(placements[0]))
+        progress(group, len(placements[0]), total)
+        inside = [n for n, other in networks.spec.groups.items() if other.parent == group]
+        for name in [group, *inside]:
+            found = _transported(networks, placements, name, reference, metric, solver)
+            for own, place in zip(placements, found, strict=True):
+                own[name] = place
+    progress("merging", total, total)
+    return placements
 
 
 def _transported(
@@ -74,48 +89,39 @@ def _transported(
     group: str,
     reference: int,
     metric: str,
-    emd: Callable[[Array, Array, Array], Array],
+    solver: Solver,
 ) -> list[Placement]:
     """Where one group's neurons go in each client."""
-    given = table(networks, group, placements, roles=_OWN) or table(networks, group, placements)
-    places: list[Placement] = []
+    given = comparable(networks, group, placements, roles=_OWN)
     width = networks.specs[reference].groups[group].width
-    for s, local in enumerate(networks.local_widths(group)):
-        if given is None or s == reference:
-            places.append(Shares(torch.eye(local, width, dtype=torch.float64)))
-            continue
-        cost = np.nan_to_num(cdist(given.neurons[s], given.neurons[reference], metric))
-        source, target = (np.full(n, 1 / n) for n in cost.shape)
-        plan = torch.from_numpy(emd(source, target, cost))
-        if local == width:  # then an exact plan is a permutation
-            places.append(Positions(plan.argmax(dim=1), width))
-        else:
-            places.append(Shares(plan))
-    return places
+    parent = networks.spec.groups[group].parent
+    if parent is None:
+        return [
+            _placement(_plan(own, given.neurons[reference], metric, solver), width)
+            for own in given.neurons
+        ]
+    found: list[Placement] = []
+    for s, own in enumerate(given.neurons):
+        # Every member goes to one of the reference, and what is within it with it.
+        partners = _strongest(placements[s][parent])
+        plans = [
+            _plan(rows, given.neurons[reference][partner], metric, solver)
+            for rows, partner in zip(own, partners, strict=True)
+        ]
+        found.append(Positions(torch.from_numpy(np.stack(plans)).argmax(dim=2), width))
+    return found
 
 
-def _transported_heads(
-    networks: Networks,
-    placements: Sequence[Placements],
-    group: str,
-    inside: list[str],
-    reference: int,
-) -> dict[str, list[Placement]]:
-    """The same for a group that holds others, one to one."""
-    own = table(networks, group, placements, roles=_OWN)
-    found = {name: table(networks, name, placements) for name in inside}
-    known = {name: given for name, given in found.items() if given is not None}
-    heads, within = places_of_heads(own, known, reference)
-    spec = networks.spec
-    result: dict[str, list[Placement]] = {
-        group: [Positions(torch.from_numpy(h), spec.groups[group].width) for h in heads]
-    }
-    for name in inside:
-        width = spec.groups[name].width
-        kept = np.tile(np.arange(width), (spec.groups[group].width, 1))
-        indices = within.get(name, [kept] * len(heads))
-        result[name] = [Positions(torch.from_numpy(index), width) for index in indices]
-    return result
+def _plan(rows: Array, others: Array, metric: str, solver: Solver) -> Array:
+    # The cosine of a neuron of zeros is not a number.
+    return solver(np.nan_to_num(cdist(rows, others, metric)))
+
+
+def _placement(plan: Array, width: int) -> Placement:
+    mass = torch.from_numpy(plan)
+    if len(plan) == width:  # then an exact plan is a permutation
+        return Positions(mass.argmax(dim=1), width)
+    return Shares(mass)
 
 
 def _check_rigid(networks: Networks) -> None:
@@ -139,12 +145,17 @@ def _strongest(placement: Placement) -> Index:
     return np.asarray(placement.index.numpy())
 
 
-def _solver() -> Callable[[Array, Array, Array], Array]:
+def _emd() -> Solver:
+    """Exact transport between uniform masses."""
     try:
         from ot import emd
     except ImportError:
         raise NafiError(
             "method ot needs the POT package: pip install 'nafi[ot]' (or pip install POT)"
         ) from None
-    solver: Callable[[Array, Array, Array], Array] = emd
-    return solver
+
+    def solve(cost: Array) -> Array:
+        source, target = (np.full(n, 1 / n) for n in cost.shape)
+        return np.asarray(emd(source, target, cost))
+
+    return solve
