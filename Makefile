@@ -2,7 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -q -n 2
+# Two workers with one thread each: more threads than cores only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 .PHONY: demo test lint bench format venv clean
 

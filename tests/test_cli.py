@@ -22,15 +22,17 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
     )
 
 
-def test_demo_writes_a_picture_and_recovers_the_neurons(tmp_path: Path) -> None:
+def test_demo_fuses_the_digits_of_eight_clients(tmp_path: Path) -> None:
     done = run("demo", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     rows = {row["method"]: row for row in result["rows"]}
-    errors = [rows[name]["error"] for name in rows]
-    assert list(rows)[:2] == ["average by position", "pfnm"]
-    assert errors == sorted(errors, reverse=True)  # each row better than the one before
-    assert rows["nafi, penalty 1"]["agreement"] > 0.95
+    assert {"fedavg", "rebasin", "ot", "pfnm", "nafi", "ensemble"} <= set(rows)
+    assert len(result["local"]) == 8
+    for method in ("nafi", "pfnm"):
+        assert rows[method]["accuracy"] > max(result["local"])
+        assert rows[method]["neurons"] < rows["ensemble"]["neurons"] / 2
+    assert rows["nafi"]["neurons"] < rows["nafi, penalty 0.2"]["neurons"] < rows["pfnm"]["neurons"]
     assert (tmp_path / "nafi-demo.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["nafi-demo.png"]
 

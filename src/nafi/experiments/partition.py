@@ -39,7 +39,8 @@ def dirichlet_partition(
             shares = shares * (sizes < len(labels) / clients)
             if shares.sum() == 0:
                 shares = np.ones(clients)
-            cuts = (np.cumsum(shares / shares.sum())[:-1] * len(members)).astype(int)
+            # Rounded, so that a client without a share gets no sample for want of precision.
+            cuts = np.rint(np.cumsum(shares / shares.sum())[:-1] * len(members)).astype(int)
             for own, part in zip(parts, np.split(members, cuts), strict=True):
                 own.append(part)
             sizes += [len(own[-1]) for own in parts]

@@ -84,7 +84,7 @@ def _fixed_groups(networks: Networks) -> dict[str, str]:
     warnings.warn(
         f"{names}: the width stays as it is, because {next(iter(stuck.values()))}",
         FusionWarning,
-        stacklevel=2,
+        stacklevel=4,
     )
     return fixed | dict.fromkeys(stuck, "its code fixes the width")
 

@@ -1,0 +1,101 @@
+"""Data and partitions."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nafi.errors import InputError
+from nafi.experiments.data import digits, mnist
+from nafi.experiments.partition import class_counts, dirichlet_partition
+
+
+def test_digits_are_split_without_overlap() -> None:
+    data = digits(3)
+    assert len(data.train) + len(data.test) == 1797
+    assert data.train.inputs.shape[1] == 64
+    assert float(data.train.inputs.min()) == 0
+    assert float(data.train.inputs.max()) == 1
+    rows = {tuple(row) for row in data.train.inputs.tolist()}
+    shared = sum(tuple(row) in rows for row in data.test.inputs.tolist())
+    assert shared < 5  # equal pictures, not the same samples
+
+
+@pytest.mark.usefixtures("real_data")
+def test_mnist_is_whole() -> None:
+    data = mnist()
+    assert data.train.inputs.shape == (60000, 784)
+    assert data.test.inputs.shape == (10000, 784)
+    # The published numbers of each digit.
+    assert torch.bincount(data.train.labels).tolist() == [
+        5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949
+    ]  # fmt: skip
+    assert float(data.train.inputs.mean()) == pytest.approx(0.1307, abs=1e-4)
+
+
+def test_files_that_cannot_be_used_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NAFI_DATA", raising=False)
+    with pytest.raises(InputError, match="set NAFI_DATA"):
+        mnist()
+    monkeypatch.setenv("NAFI_DATA", str(tmp_path))
+    with pytest.raises(InputError, match=r"train-images-idx3-ubyte.gz does not exist"):
+        mnist()
+    (tmp_path / "mnist").mkdir()
+    file = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
+    for content, told in [
+        (b"plain", "cannot be read"),
+        (gzip.compress(b"\1\2\3\4 and more"), "not an IDX file"),
+        (gzip.compress(b"\0\0\x08\1\0\0\0\5abc"), "holds 3 bytes"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=told):
+            mnist()
+
+
+def test_every_sample_falls_to_one_client() -> None:
+    labels = digits().train.labels.numpy()
+    parts = dirichlet_partition(labels, 8, 0.5, np.random.default_rng(0))
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
+    assert min(map(len, parts)) >= 10
+    counts = class_counts(labels, parts, 10)
+    assert counts.sum() == len(labels)
+    assert counts[2, 3] == (labels[parts[2]] == 3).sum()
+    again = dirichlet_partition(labels, 8, 0.5, np.random.default_rng(0))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+def test_a_client_with_its_part_gets_no_more_of_later_classes() -> None:
+    labels = np.repeat(np.arange(6), 100)
+    refused = 0
+    for seed in range(5):
+        parts = dirichlet_partition(labels, 4, 0.3, np.random.default_rng(seed), least=1)
+        counts = class_counts(labels, parts, 6)
+        held = np.cumsum(counts, axis=1) - counts  # before each class
+        full = held >= len(labels) / 4
+        assert (counts[full] == 0).all()
+        refused += int(full.sum())
+    assert refused > 5
+
+
+def test_less_skew_with_larger_alpha() -> None:
+    labels = np.repeat(np.arange(10), 1000)
+
+    def skew(alpha: float) -> float:
+        parts = dirichlet_partition(labels, 5, alpha, np.random.default_rng(1))
+        return float(class_counts(labels, parts, 10).std())
+
+    assert skew(0.1) > skew(1.0) > skew(100.0)
+
+
+def test_impossible_partitions() -> None:
+    labels = np.zeros(50, dtype=np.int64)
+    with pytest.raises(InputError, match="too few"):
+        dirichlet_partition(labels, 6, 0.5, np.random.default_rng(0))
+    with pytest.raises(InputError, match="no partition"):
+        dirichlet_partition(np.zeros(61, dtype=np.int64), 6, 1e-3, np.random.default_rng(0))

@@ -1,0 +1,143 @@
+"""Merging against plain loops, and what restoring norms does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import nafi
+from nafi.errors import InputError
+from nafi.fusion.clients import check_clients
+from nafi.fusion.merge import merge
+from nafi.fusion.networks import prepare
+from nafi.graph.lift import Positions, Shares, lift
+from tests.fusion.networks import MLP, seeded
+
+INPUTS = (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),)
+COUNTS = [[5, 1, 0], [2, 0, 3]]
+
+
+def two_clients() -> list[MLP]:
+    return [seeded(0, 4, 3, 2, 3), seeded(1, 4, 2, 2, 3)]
+
+
+# Where the neurons of the two clients go; five and three places.
+PLACES = [
+    {"layers.0": [0, 2, 4], "layers.1": [1, 0]},
+    {"layers.0": [2, 1], "layers.1": [1, 2]},
+]
+WIDTHS = {"layers.0": 5, "layers.1": 3}
+
+
+def placements() -> list[dict[str, Positions]]:
+    return [
+        {name: Positions(torch.tensor(index), WIDTHS[name]) for name, index in own.items()}
+        for own in PLACES
+    ]
+
+
+def expected_by_loops(models: list[MLP]) -> dict[str, np.ndarray]:
+    """Owners' means with true zeros for absent inputs, and class shares in the last layer."""
+    states = [{n: t.double().numpy() for n, t in m.state_dict().items()} for m in models]
+    shares = np.array(COUNTS, float) / np.array(COUNTS, float).sum(axis=0)
+    result = {}
+    for layer, (below, above) in enumerate([(None, "layers.0"), ("layers.0", "layers.1")]):
+        columns = 4 if below is None else WIDTHS[below]
+        weight, bias = np.zeros((WIDTHS[above], columns)), np.zeros(WIDTHS[above])
+        for place in range(WIDTHS[above]):
+            owners = [
+                (s, PLACES[s][above].index(place)) for s in (0, 1) if place in PLACES[s][above]
+            ]
+            for s, own in owners:
+                bias[place] += states[s][f"layers.{layer}.bias"][own] / len(owners)
+                for j, value in enumerate(states[s][f"layers.{layer}.weight"][own]):
+                    at = j if below is None else PLACES[s][below][j]
+                    weight[place, at] += value / len(owners)
+        result[f"layers.{layer}.weight"], result[f"layers.{layer}.bias"] = weight, bias
+    weight, bias = np.zeros((3, WIDTHS["layers.1"])), np.zeros(3)
+    for s in (0, 1):
+        for k in range(3):
+            bias[k] += shares[s, k] * states[s]["layers.2.bias"][k]
+            for j, value in enumerate(states[s]["layers.2.weight"][k]):
+                weight[k, PLACES[s]["layers.1"][j]] += shares[s, k] * value
+    return {**result, "layers.2.weight": weight, "layers.2.bias": bias}
+
+
+def test_merging_equals_plain_loops() -> None:
+    models = two_clients()
+    clients = check_clients(models, COUNTS, None, None)
+    networks = prepare(clients, INPUTS, None, "attach")
+    found = merge(networks, placements(), restore_norm=False)
+    expected = expected_by_loops(models)
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name].numpy(), values, atol=1e-6, err_msg=name)
+
+
+def test_restored_norms_are_the_mean_of_the_members() -> None:
+    models = two_clients()
+    networks = prepare(check_clients(models, COUNTS, None, None), INPUTS, None, "attach")
+    plain = merge(networks, placements(), restore_norm=False)
+    found = merge(networks, placements(), restore_norm=True)
+    norms = [m.state_dict()["layers.0.weight"].norm(dim=1) for m in models]
+    shared = float((norms[0][1] + norms[1][0]) / 2)  # both own place 2
+    assert float(found["layers.0.weight"][2].norm()) == pytest.approx(shared, rel=1e-5)
+    factor = shared / float(plain["layers.0.weight"][2].norm())
+    assert factor > 1
+    assert float(found["layers.0.bias"][2]) == pytest.approx(
+        factor * float(plain["layers.0.bias"][2]), rel=1e-5
+    )
+    for place in (0, 1, 4):  # of one owner alone: nothing was averaged
+        assert found["layers.0.weight"][place].allclose(plain["layers.0.weight"][place])
+    assert found["layers.2.weight"].equal(plain["layers.2.weight"])  # outputs are no neurons
+
+
+def test_keeping_all_neurons_is_the_class_weighted_ensemble() -> None:
+    """Closed form: with disjoint neurons the fused logits are the clients', weighted by class."""
+    models = [seeded(s, 4, 3, 2, 3) for s in range(2)]
+    networks = prepare(check_clients(models, COUNTS, None, None), INPUTS, None, "attach")
+    apart = [
+        {
+            "layers.0": Positions(torch.arange(3) + 3 * s, 6),
+            "layers.1": Positions(torch.arange(2) + 2 * s, 4),
+        }
+        for s in (0, 1)
+    ]
+    state = merge(networks, apart, restore_norm=True)
+    fused, _, _ = networks.build(state, {"layers.0": 6, "layers.1": 4})
+    shares = torch.tensor(COUNTS).float() / torch.tensor(COUNTS).float().sum(dim=0)
+    with torch.no_grad():
+        expected = sum(share * model(*INPUTS) for share, model in zip(shares, models, strict=True))
+        assert torch.allclose(fused(*INPUTS), expected, atol=1e-6)
+
+
+def test_samples_weigh_where_there_are_no_classes() -> None:
+    models = [seeded(s, 4, 3, 3) for s in range(2)]
+    networks = prepare(check_clients(models, None, [30, 10], None), INPUTS, None, "attach")
+    together = [{"layers.0": Positions(torch.arange(3), 3)} for _ in range(2)]
+    state = merge(networks, together, restore_norm=False)
+    for name, tensor in state.items():
+        one, two = (m.state_dict()[name] for m in models)
+        assert torch.allclose(tensor, 0.75 * one + 0.25 * two, atol=1e-6), name
+
+
+def test_shares_keep_the_function_of_doubled_neurons() -> None:
+    """Two equal neurons transported to one: its readers get the sum of what the two gave."""
+    model = seeded(0, 4, 2, 3)
+    wide = MLP(4, 4, 3)
+    with torch.no_grad():
+        wide.layers[0].weight.copy_(model.layers[0].weight.repeat_interleave(2, 0))
+        wide.layers[0].bias.copy_(model.layers[0].bias.repeat_interleave(2))
+        wide.layers[1].weight.copy_(model.layers[1].weight.repeat_interleave(2, 1) / 2)
+        wide.layers[1].bias.copy_(model.layers[1].bias)
+    spec = nafi.groups(wide, INPUTS)
+    plan = torch.tensor([[1, 0], [1, 0], [0, 1], [0, 1]]) / 4
+    for name, tensor in wide.state_dict().items():
+        lifted = lift(tensor, name, spec, {"layers.0": Shares(plan)})
+        assert torch.allclose(lifted, model.state_dict()[name], atol=1e-6), name
+
+
+def test_class_counts_must_fit_the_outputs() -> None:
+    with pytest.raises(InputError, match="found 5 classes, but no layer"):
+        nafi.fuse(two_clients(), INPUTS, class_counts=[[1] * 5] * 2)

@@ -1,0 +1,92 @@
+"""Fusion on real MNIST: ten clients with Dirichlet(0.5) data, trained for two epochs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import nafi
+from nafi.experiments.data import Dataset, Samples, mnist
+from nafi.experiments.models import MLP, draw_weights
+from nafi.experiments.partition import class_counts, dirichlet_partition
+from nafi.experiments.training import Training, train_clients
+
+pytestmark = pytest.mark.usefixtures("real_data")
+
+CLIENTS = 10
+
+
+@dataclass
+class Trained:
+    models: list[nn.Module]
+    counts: np.ndarray
+    test: Samples
+
+    def accuracy(self, model: nn.Module) -> float:
+        with torch.no_grad():
+            return 100 * float(
+                (model(self.test.inputs).argmax(1) == self.test.labels).double().mean()
+            )
+
+    def fused(self, method: str, **options: object) -> tuple[float, dict[str, int]]:
+        found = nafi.fuse(
+            self.models,
+            (self.test.inputs[:2],),
+            method=method,
+            class_counts=self.counts,
+            **options,
+        )
+        return self.accuracy(found.model), dict(found.widths)
+
+
+@cache
+def data() -> Dataset:
+    return mnist()
+
+
+@cache
+def clients(seed: int, hidden: int = 1) -> Trained:
+    labels = data().train.labels.numpy()
+    parts = dirichlet_partition(labels, CLIENTS, 0.5, np.random.default_rng(seed))
+    first = [
+        draw_weights(MLP([784, *[100] * hidden, 10]), torch.Generator().manual_seed(100 * seed + s))
+        for s in range(CLIENTS)
+    ]
+    models = train_clients(first, [data().train[p] for p in parts], Training(epochs=2), seed)
+    return Trained(models, class_counts(labels, parts, 10), data().test)
+
+
+def test_matching_beats_the_clients_and_their_mean() -> None:
+    trained = clients(0)
+    local = float(np.mean([trained.accuracy(model) for model in trained.models]))
+    averaged, _ = trained.fused("fedavg")
+    found = {method: trained.fused(method)[0] for method in ("nafi", "pfnm")}
+    assert averaged < local  # independent initialisations do not average
+    assert min(found.values()) > local + 10
+    assert min(found.values()) > averaged + 10
+
+
+def test_at_equal_width_the_penalty_does_not_hurt() -> None:
+    """The mean over three seeds, both at twice the local width."""
+    pairs = []
+    for seed in range(3):
+        trained = clients(seed)
+        one, widths = trained.fused("nafi", penalty=0.1, max_width=2.0)
+        two, limited = trained.fused("pfnm", max_width=2.0)
+        assert limited == widths == {"layers.0": 200}
+        pairs.append((one, two))
+    nafi_mean, pfnm_mean = np.mean(pairs, axis=0)
+    assert nafi_mean >= pfnm_mean, pairs
+
+
+def test_two_hidden_layers() -> None:
+    trained = clients(0, hidden=2)
+    local = float(np.mean([trained.accuracy(model) for model in trained.models]))
+    accuracy, widths = trained.fused("nafi")
+    assert max(widths.values()) <= 250
+    assert accuracy > max(85, local + 10)
