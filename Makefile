@@ -21,6 +21,7 @@ lint: .venv/ready-dev
 bench: .venv/ready-dev
 	$(BIN)/python benchmarks/matching.py
 	$(BIN)/python benchmarks/graph.py
+	$(BIN)/python benchmarks/fusion.py
 
 format: .venv/ready-dev
 	$(BIN)/ruff check --fix .

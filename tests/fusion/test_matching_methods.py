@@ -15,8 +15,10 @@ from nafi.errors import InputError, NafiError
 from nafi.fusion import FusionWarning
 from nafi.fusion.bayesian import next_group
 from nafi.fusion.clients import check_clients
+from nafi.fusion.features import table
 from nafi.fusion.networks import prepare
 from nafi.graph import groups
+from nafi.graph.lift import Positions
 from tests.fusion.networks import MLP, NormNet, gap, seeded
 from tests.graph import zoo
 
@@ -149,13 +151,20 @@ def test_top_down_goes_the_other_way() -> None:
     networks = prepare(check_clients(models, None, None, None), INPUTS, None, "attach")
     assert next_group(networks, "bottom-up", []) == "layers.0"
     assert next_group(networks, "top-down", []) == "layers.1"
+    # From above, the upper layer is compared by its bias and five outgoing weights alone.
+    above = table(networks, "layers.1", [{}] * 5)
+    assert above is not None
+    assert above.neurons[0].shape == (9, 1 + 5)
+    matched = [{"layers.0": Positions(torch.arange(12), 20)}] * 5
+    below = table(networks, "layers.1", matched)
+    assert below is not None
+    assert below.neurons[0].shape == (9, 20 + 1 + 5)
+    assert (below.neurons[0][:, 12:20] == 0).all()  # inputs that the client does not have
     up, down = (
         nafi.fuse(models, INPUTS, method="pfnm", direction=d) for d in ("bottom-up", "top-down")
     )
-    # From above, the upper layer is compared by its bias and five outgoing weights alone.
-    assert down.matchings["layers.1"].means.shape[1] == 1 + 5
-    assert up.matchings["layers.1"].means.shape[1] == up.widths["layers.0"] + 1 + 5
-    assert up.matchings["layers.0"].means.shape[1] == 8 + 1
+    assert list(up.matchings) == ["layers.0", "layers.1"]
+    assert list(down.matchings) == ["layers.1", "layers.0"]
     with pytest.raises(InputError, match="direction"):
         nafi.fuse(models, INPUTS, direction="sideways")
 

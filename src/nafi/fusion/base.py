@@ -35,7 +35,8 @@ class FusionResult:
         unless batch normalisation was left folded
     assignments: group -> for each client the place of each of its neurons in the fused model,
         (J_s,), or (parent's width, J_s) within each member of a parent
-    matchings: group -> what `nafi.match` found; `group[i]` within member i of a parent
+    matchings: group -> what `nafi.match` found, without the neurons themselves, which are in the
+        model; `group[i]` within member i of a parent, with its owners only
     diagnostics: method, options, seconds and whatever else the method has to tell
     """
 

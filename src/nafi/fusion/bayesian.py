@@ -115,7 +115,7 @@ class _Descent:
         else:
             given = comparable(self.networks, group, self.placements, self.moments)
             found = self._match(given, self.limits[group], self.matcher.noise(given))
-            self.matchings[group] = found
+            self.matchings[group] = found.without_neurons()
             self._place(group, found.assignments, found.width)
         for name in inside:
             self.step(name)
@@ -140,7 +140,7 @@ class _Descent:
                 [given.neurons[s][head] for s, head in owned], [given.weights[s] for s, _ in owned]
             )
             found = self.matcher.match(rows, self.limits[group], unit)
-            self.matchings[f"{group}[{member}]"] = found
+            self.matchings[f"{group}[{member}]"] = found.without_neurons()
             for (s, head), places in zip(owned, found.assignments, strict=True):
                 assigned[s][head] = places
             width = max(width, found.width)

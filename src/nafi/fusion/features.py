@@ -79,28 +79,27 @@ def table(
     ]
     if not chosen:
         return None
-    neurons: list[list[Array]] = []
+    neurons: list[Array] = []
     weights: list[list[Array]] = []
+    squares: list[list[Array]] = []
     for s, spec in enumerate(networks.specs):
-        of_model = _stretches(networks, spec, group)
+        of_model = [_stretches(networks, spec, group)[k] for k in chosen]
         own = [
-            real_rows(
-                rows_first(_lifted(networks, s, of_model[k], placements[s]), of_model[k].rows)
-            )
-            for k in chosen
+            real_rows(rows_first(_lifted(networks, s, stretch, placements[s]), stretch.rows))
+            for stretch in of_model
         ]
-        neurons.append(own)
         weights.append(
             [
-                _column_weights(networks, s, of_model[k], placements[s], moments, rows.shape[1])
-                for k, rows in zip(chosen, own, strict=True)
+                _column_weights(networks, s, stretch, placements[s], moments, rows.shape[1])
+                for stretch, rows in zip(of_model, own, strict=True)
             ]
         )
+        squares.append([np.einsum("jd,jd->d", rows, rows) for rows in own])
+        neurons.append(np.concatenate(own, axis=1) if len(own) > 1 else own[0])
     for place, k in enumerate(chosen):
         if found[k].tensor in moments:
-            _balance([own[place] for own in neurons], [own[place] for own in weights])
-    joined = [np.concatenate(own, axis=1) for own in neurons]
-    return _in_parents(networks, group, joined, [np.concatenate(own) for own in weights])
+            _balance([own[place] for own in squares], [own[place] for own in weights])
+    return _in_parents(networks, group, neurons, [np.concatenate(own) for own in weights])
 
 
 def summary(networks: Networks, group: str, placements: Sequence[Placements]) -> Table:
@@ -189,9 +188,11 @@ def _along_inputs(moments: Array, name: str, spec: ModelSpec) -> Tensor:
     return torch.from_numpy(floored).reshape(form)
 
 
-def _balance(neurons: list[Array], weights: list[Array]) -> None:
-    """Scale a stretch's weights, in place, so that it counts as much as it would unweighted."""
-    squares = [np.square(own).sum(axis=0) for own in neurons]
+def _balance(squares: list[Array], weights: list[Array]) -> None:
+    """Scale a stretch's weights, in place, so that it counts as much as it would unweighted.
+
+    squares: for each client the sum of squares of each column
+    """
     plain = sum(float(own.sum()) for own in squares)
     weighted = sum(float(own @ w) for own, w in zip(squares, weights, strict=True))
     for own in weights:

@@ -36,21 +36,24 @@ def merge(
     merged: dict[str, Tensor] = {}
     shrunk: dict[str, Tensor] = {}
     for name in spec.axes:
+        dtype = networks.states[0][name].dtype
         if not holds_numbers(networks.states[0][name]):
             merged[name] = _first_owner(networks, placements, name)
             continue
         sums = _Sums(*[torch.zeros((), dtype=torch.float64)] * 3)
         for s, weight in enumerate(weights_of(clients, name, spec)):
             sums.add(networks, placements[s], name, s, torch.from_numpy(weight))
-        merged[name] = sums.mean(neutral=1.0 if name.endswith("running_var") else 0.0)
+        mean = sums.mean(neutral=1.0 if name.endswith("running_var") else 0.0)
         if restore_norm and sums.norms.ndim:
-            shrunk[name] = sums.shrinkage(merged[name])
-    for name, factor in shrunk.items():
-        merged[name] = merged[name] / factor
-        bias = _bias_of(name, spec)
-        if bias is not None:
-            merged[bias] = merged[bias] / factor.reshape(merged[bias].shape)
-    return {name: t.to(networks.states[0][name].dtype) for name, t in merged.items()}
+            factor = sums.shrinkage(mean)
+            mean /= factor
+            bias = _bias_of(name, spec)
+            shrunk |= {bias: factor} if bias is not None else {}
+        merged[name] = mean.to(dtype)
+    for bias, factor in shrunk.items():
+        scaled = merged[bias] / factor.reshape(merged[bias].shape)
+        merged[bias] = scaled.to(merged[bias].dtype)
+    return merged
 
 
 @dataclass
@@ -67,16 +70,17 @@ class _Sums:
         spec, tensor = networks.specs[index], networks.states[index][name]
         wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
         lifted = lift(wide, name, spec, placements)
-        self.values = self.values + weight * lifted
-        self.owners = self.owners + weight * lifted_rows(name, spec, placements)
         rest = columns_of(name, spec)
         if rest:
             self.norms = self.norms + weight * _norm(lifted, rest)
+        lifted *= weight
+        self.values = lifted if self.values.ndim == 0 else self.values.add_(lifted)
+        self.owners = self.owners + weight * lifted_rows(name, spec, placements)
         self.rest = rest
 
     def mean(self, neutral: float) -> Tensor:
         owned = self.owners > 0
-        found = self.values / torch.where(owned, self.owners, 1.0)
+        found = self.values.div_(torch.where(owned, self.owners, 1.0))
         return torch.where(owned, found, neutral) if neutral else found
 
     def shrinkage(self, mean: Tensor) -> Tensor:

@@ -61,15 +61,18 @@ def resize_state(
 ) -> dict[str, Tensor]:
     """A state dict at other widths: neurons kept from the front, new ones zero."""
     spec.check_shapes(state)
-    target = spec.resized(widths).widths
-    result = {}
-    for name, axes in spec.axes.items():
-        # A variance of zero would blow up what comes in.
-        filling = 1.0 if name.rpartition(".")[2] == "running_var" else 0.0
-        result[name] = transform(
-            state[name], axes, spec.widths, _resizer(target, filling), new_widths=target
-        )
+    target = spec.resized(widths)
+    result = {name: _resized(state[name], name, spec, target) for name in spec.axes}
     return result | {other: result[name] for other, name in spec.aliases.items()}
+
+
+def _resized(tensor: Tensor, name: str, spec: ModelSpec, target: ModelSpec) -> Tensor:
+    """One tensor at other widths."""
+    # A variance of zero would blow up what comes in.
+    filling = 1.0 if name.rpartition(".")[2] == "running_var" else 0.0
+    axes = spec.axes[spec.aliases.get(name, name)]
+    change = _resizer(target.widths, filling)
+    return transform(tensor, axes, spec.widths, change, new_widths=target.widths)
 
 
 def _resizer(target: Mapping[str, int], filling: float) -> Callable[[Tensor, Block], Tensor]:
@@ -88,10 +91,11 @@ def _resizer(target: Mapping[str, int], filling: float) -> Callable[[Tensor, Blo
 def load_resized(
     model: nn.Module, spec: ModelSpec, new_spec: ModelSpec, state: Mapping[str, Tensor]
 ) -> nn.Module:
-    """A copy of the network with these tensors, whatever their sizes, and attributes to match."""
-    twin = copy.deepcopy(model)
+    """A copy of the network that holds these tensors, whatever their sizes."""
+    old = named_tensors(model)
+    # Every tensor is replaced below, so none need be copied.
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in old.values()})
     made: dict[str, nn.Parameter] = {}
-    old = named_tensors(twin)
     owners: dict[nn.Module, str] = {}  # a module with several names once, under its first
     for name in [*spec.axes, *spec.aliases]:
         path, _, attribute = name.rpartition(".")
@@ -100,10 +104,10 @@ def load_resized(
         if isinstance(old[name], nn.Parameter):
             kept = spec.aliases.get(name, name)
             if kept not in made:
-                made[kept] = nn.Parameter(state[kept].clone(), old[name].requires_grad)
+                made[kept] = nn.Parameter(state[kept], old[name].requires_grad)
             setattr(owner, attribute, made[kept])
         else:
-            setattr(owner, attribute, state[name].clone())
+            setattr(owner, attribute, state[name])
     for owner, path in owners.items():
         _update_attributes(owner, path, spec, new_spec)
     for path, module in twin.named_modules():
@@ -273,10 +277,12 @@ def _trouble(
     group changed, the new network is analysed instead and must have the groups that were asked for.
     """
     probe, tensors, dtype = probe_of(model, inputs, torch.Generator().manual_seed(0))
-    state = resize_state(named_tensors(probe), spec, new_spec.widths)
     wide = converted(twin, dtype)
-    _load(wide, state)
-    _load(probe, resize_state(state, new_spec, spec.widths))
+    narrow = named_tensors(probe)
+    with torch.no_grad():
+        for name, tensor in named_tensors(wide).items():
+            tensor.copy_(_resized(narrow[name], name, spec, new_spec))
+            narrow[name].copy_(_resized(tensor, name, new_spec, spec))
     expected = run(probe, tensors)
     try:
         found = run(wide, tensors)
@@ -291,12 +297,6 @@ def _trouble(
         return None if same else f"takes its neurons apart in another way: {derived.widths}"
     gap = difference(found, expected)
     return None if gap <= 10 * TOLERANCE[dtype] else f"computes something else (by {gap:.2g})"
-
-
-def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in named_tensors(model).items():
-            tensor.copy_(state[name])
 
 
 def _advice(model: nn.Module, changed: list[str], inputs: Inputs, trouble: str) -> str:

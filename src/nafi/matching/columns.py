@@ -63,13 +63,18 @@ class Columns:
         """The sorted positions of all other columns; they share one product."""
         return slice(self.wide[-1].stop if self.wide else 0, len(self.order))
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the caller's order is sorted already, so that nothing need be copied."""
+        return bool((self.order == np.arange(len(self.order))).all())
+
     def sort(self, values: Array) -> Array:
         """(..., D) in the caller's order -> the same in sorted order."""
-        return values if len(self.sizes) == 1 else values[..., self.order]
+        return values if self.in_order else values[..., self.order]
 
     def unsort(self, values: Array) -> Array:
         """(..., D) in sorted order -> the caller's order."""
-        if len(self.sizes) == 1:
+        if self.in_order:
             return values
         restored = np.empty_like(values)
         restored[..., self.order] = values

@@ -75,8 +75,8 @@ def joint_objective(
     """Twice the negative log posterior (`neg_log_pos`) of all assignments, up to a constant.
 
     `-sum_i sum_d (eta_i^2/P_i - t0 m0^2)` plus the popularity term; no penalty, which belongs to
-    a step and not to a state.
+    a step and not to a state. A Gaussian that is still the prior adds nothing.
     """
     start = (problem.prior.energy / problem.prior.precision).sum()
-    evidence_of_all = (posterior.energy / posterior.precision).sum() - len(counts) * start
+    evidence_of_all = (posterior.energy / posterior.precision).sum() - len(posterior.eta) * start
     return prior.negative_log_probability(counts) - float(evidence_of_all)

@@ -151,7 +151,9 @@ class Descent:
 
     def _record(self, branch: Branch) -> Sweep:
         slots = np.flatnonzero(branch.posterior.taken())
-        gaussian, counts = branch.posterior.at(slots), branch.posterior.counts(slots)
+        # A slice copies nothing; free slots between the taken ones are the prior and count nothing.
+        gaussian = branch.posterior.at(slice(int(slots[-1]) + 1))
+        counts = branch.posterior.counts(slots)
         objective = joint_objective(self.problem, gaussian, counts, self.prior)
         return Sweep(objective, len(slots), branch.moved)
 
@@ -160,14 +162,9 @@ class Descent:
         slots = np.flatnonzero(posterior.taken())
         number = np.full(len(posterior.eta), -1, dtype=np.intp)
         number[slots] = np.arange(len(slots))
-        final = posterior.at(slots)
-        columns = self.problem.columns
-        precisions = np.empty_like(final.eta)
-        precisions[:, columns.order] = columns.spread(final.precision)
         return Matching(
             assignments=tuple(number[a] for a in posterior.assignments if a is not None),
-            means=columns.unsort(final.mean),
-            precisions=precisions,
+            posterior=posterior.at(slots),
             counts=posterior.counts(slots).astype(np.intp),
             history=tuple(branch.history),
             converged=len(branch.settled) == len(self.problem.models),

@@ -1,16 +1,18 @@
 """What a matching found.
 
-Hides: nothing; plain arrays in the caller's column order. Promises: enough to rebuild everything
-else, and a summary worth printing.
+Hides: that means are computed when they are asked for. Promises: everything in the caller's column
+order, enough to rebuild the rest, and a summary worth printing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from nafi.matching.columns import Array, Index
+from nafi.matching.columns import Array, Columns, Index
+from nafi.matching.gaussian import Gaussian
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,36 @@ class Matching:
     """Which local neurons are the same global neuron, and what that neuron is.
 
     assignments: per model s a (J_s,) array, the global neuron of each local one
-    means, precisions: (J, D) the posterior of each global neuron (`Gauss_conj`)
+    posterior: of each global neuron (`Gauss_conj`), in sorted columns; see `means`, `precisions`
     counts: (J,) how many models own each global neuron
     history: one `Sweep` for placing the models and one for each pass after it
     converged: whether no model would change its assignment given all others
     """
 
     assignments: tuple[Index, ...]
-    means: Array
-    precisions: Array
+    posterior: Gaussian
     counts: Index
     history: tuple[Sweep, ...]
     converged: bool
+
+    @cached_property
+    def means(self) -> Array:
+        """(J, D) the posterior mean of each global neuron."""
+        return self.posterior.columns.unsort(self.posterior.mean)
+
+    @cached_property
+    def precisions(self) -> Array:
+        """(J, D) the posterior precision of each global neuron."""
+        columns = self.posterior.columns
+        spread = np.broadcast_to(columns.spread(self.posterior.precision), self.posterior.eta.shape)
+        return columns.unsort(spread)
+
+    def without_neurons(self) -> Matching:
+        """The same with no columns, for whoever keeps many matchings and needs no means."""
+        whole = self.posterior
+        none = Columns(np.arange(0), np.array([], dtype=np.intp))
+        empty = Gaussian(whole.eta[:, :0].copy(), whole.precision[:, :0].copy(), none)
+        return replace(self, posterior=empty)
 
     @property
     def width(self) -> int:
