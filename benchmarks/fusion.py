@@ -80,7 +80,9 @@ def two_resnets() -> None:
         models.append(resnet18(spatial_dims=2, n_input_channels=3, num_classes=1000).eval())
     inputs = (torch.randn(2, 3, 64, 64),)
     count = sum(p.numel() for p in models[0].parameters()) / 1e6
-    print(f"\n| two ResNet-18s of {count:.1f} million parameters | seconds | widest group | target |")
+    print(
+        f"\n| two ResNet-18s of {count:.1f} million parameters | seconds | widest group | target |"
+    )
     print("| --- | --- | --- | --- |")
     for method in ("nafi", "pfnm", "ot", "rebasin", "fedavg"):
         start = time.perf_counter()

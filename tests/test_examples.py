@@ -1,0 +1,39 @@
+"""The examples run and show what they claim."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def shares(name: str) -> tuple[list[float], list[float]]:
+    """The percentages that an example prints: of clients, and of the rest in their order."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.endswith("%")]
+    found = [
+        (line.startswith("client"), float(re.findall(r"([\d.]+)%", line)[-1])) for line in lines
+    ]
+    return [v for c, v in found if c], [v for c, v in found if not c]
+
+
+def test_three_checkpoints() -> None:
+    clients, (fused,) = shares("three_checkpoints.py")
+    assert len(clients) == 3
+    assert fused > max(clients) + 10
+
+
+def test_custom_network() -> None:
+    clients, (default, wider, averaged) = shares("custom_network.py")
+    assert wider > max(clients)
+    assert min(default, wider) > averaged + 30
