@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from nafi.experiments.data import Samples, digits
+from nafi.experiments.cells import accuracy
+from nafi.experiments.data import digits
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import Training, train_clients
@@ -90,10 +90,3 @@ def run_demo(seed: int, progress: Callable[[str, int, int], None]) -> Demo:
         neurons = sum(result.widths.values()) or WIDTH * (CLIENTS if method == "ensemble" else 1)
         rows.append(DemoRow(label, accuracy(result.model, data.test), neurons, seconds))
     return Demo(rows, [accuracy(model, data.test) for model in models], counts)
-
-
-def accuracy(model: nn.Module, samples: Samples) -> float:
-    """The share of samples whose class gets the highest output, in percent."""
-    with torch.no_grad():
-        found = model(samples.inputs).argmax(dim=1)
-    return 100 * float((found == samples.labels).double().mean())

@@ -1,0 +1,131 @@
+"""Experiments as configuration.
+
+Hides: TOML, profiles, and what can be wrong in either. Promises: an `Experiment` in which every
+name is known and every method has as many candidates as the others may have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nafi.errors import InputError
+
+PAPER = resources.files("nafi.experiments") / "paper"
+# What clients start from: weights of their own, or the same for all.
+Start = Literal["own", "shared"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TrainingConfig(_Strict):
+    """How clients train."""
+
+    epochs: int = Field(default=10, ge=1)
+    batch: int = Field(default=32, ge=1)
+    rate: float = Field(default=0.01, gt=0)
+    decay: float = Field(default=1e-6, ge=0)
+
+
+class MethodConfig(_Strict):
+    """A row of the table: a method, what is fixed, and what is chosen on validation data.
+
+    method: one of nafi.fuse, or "local" for the mean of the clients' own models
+    options: fixed options; grid: option -> values, of which all combinations are tried
+    start: whose models are fused; proximal: FedProx's pull to the start, may be in the grid
+    """
+
+    name: str
+    method: str
+    options: dict[str, Any] = {}
+    grid: dict[str, list[Any]] = {}
+    start: Start = "own"
+
+    def candidates(self) -> list[dict[str, Any]]:
+        """All combinations of the grid, with the fixed options."""
+        values = itertools.product(*self.grid.values())
+        return [{**self.options, **dict(zip(self.grid, v, strict=True))} for v in values]
+
+
+class Experiment(_Strict):
+    """Everything that decides the records of a run.
+
+    clients, hidden: every combination is run; samples: of the training data, None for all
+    width_limit: most neurons of a group for every matching method, as a factor
+    budget: most candidates that a method may choose from
+    """
+
+    name: str
+    title: str
+    data: Literal["mnist", "digits"] = "mnist"
+    trials: int = Field(default=5, ge=1)
+    seed: int = Field(default=0, ge=0)
+    clients: list[int] = Field(min_length=1)
+    hidden: list[int] = [1]
+    width: int = Field(default=100, ge=1)
+    alpha: float = Field(default=0.5, gt=0)
+    validation: float = Field(default=0.1, gt=0, lt=1)
+    samples: int | None = Field(default=None, ge=1)
+    width_limit: float | None = Field(default=3.0, ge=1)
+    budget: int = Field(default=8, ge=1)
+    training: TrainingConfig = TrainingConfig()
+    methods: list[MethodConfig] = Field(min_length=1)
+
+
+def experiment_names() -> list[str]:
+    """The experiments that come with nafi."""
+    return sorted(p.name.removesuffix(".toml") for p in PAPER.iterdir() if p.name.endswith(".toml"))
+
+
+def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Experiment:
+    """An experiment by its name, or from a TOML file of the user's.
+
+    profile: a table [profile.NAME] of the file whose entries replace those of the experiment
+    changes: entries that replace both, None for no change
+    """
+    data = _read(name)
+    profiles = data.pop("profile", {})
+    if profile is not None:
+        if profile not in profiles:
+            known = ", ".join(profiles) or "none"
+            raise InputError(f"--profile: {name} has no profile {profile!r}; it has {known}")
+        data |= profiles[profile]
+    data |= {key: value for key, value in changes.items() if value is not None}
+    try:
+        experiment = Experiment(**data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{name}: {place}: {first['msg'].lower()}") from None
+    for method in experiment.methods:
+        count = len(method.candidates())
+        if count > experiment.budget:
+            raise InputError(
+                f"{name}: method {method.name} has {count} candidates, more than the budget of "
+                f"{experiment.budget} that every method has"
+            )
+    names = [method.name for method in experiment.methods]
+    if len(set(names)) < len(names):
+        raise InputError(f"{name}: two methods have the same name")
+    return experiment
+
+
+def _read(name: str) -> dict[str, Any]:
+    try:
+        if name in experiment_names():
+            return tomllib.loads((PAPER / f"{name}.toml").read_text())
+        if not name.endswith(".toml"):
+            known = ", ".join(experiment_names())
+            raise InputError(f"there is no experiment {name!r}; known: {known}, or a .toml file")
+        return tomllib.loads(Path(name).read_text())
+    except OSError as error:
+        raise InputError(f"cannot read {name}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{name} is not TOML: {error}") from None

@@ -1,0 +1,177 @@
+"""Clients of one trial: their data, and their models once trained.
+
+Hides: partitions, seeds, training, and the cache of trained models. Promises: a population depends
+on its description alone; it is trained once and then read from disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nafi.experiments.config import Experiment, Start
+from nafi.experiments.data import Dataset, Samples, digits, mnist
+from nafi.experiments.models import MLP, draw_weights
+from nafi.experiments.partition import class_counts, dirichlet_partition
+from nafi.experiments.training import Training, train_clients
+from nafi.files import atomic_path
+
+# Changes whenever the same description would give other models.
+RECIPE = 1
+
+
+@dataclass(frozen=True)
+class Description:
+    """All that decides a population."""
+
+    data: str
+    samples: int | None
+    clients: int
+    hidden: int
+    width: int
+    alpha: float
+    validation: float
+    epochs: int
+    batch: int
+    rate: float
+    decay: float
+    seed: int
+    start: Start = "own"
+    proximal: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """A hash of the description, for the name of a file."""
+        text = json.dumps({"recipe": RECIPE, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def describe(
+    experiment: Experiment,
+    trial: int,
+    clients: int,
+    hidden: int,
+    start: Start = "own",
+    proximal: float = 0.0,
+) -> Description:
+    """The population of one trial of an experiment."""
+    training = experiment.training
+    return Description(
+        experiment.data,
+        experiment.samples,
+        clients,
+        hidden,
+        experiment.width,
+        experiment.alpha,
+        experiment.validation,
+        training.epochs,
+        training.batch,
+        training.rate,
+        training.decay,
+        1000 * experiment.seed + trial,
+        start,
+        proximal,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """models: one per client; counts: (S, K) training samples; validation: held by the clients."""
+
+    models: list[nn.Module]
+    counts: npt.NDArray[np.int64]
+    validation: Samples
+    test: Samples
+
+
+def population(
+    description: Description, progress: Callable[[int, int], None] | None = None
+) -> Population:
+    """The clients' data and models; trained now if they are not in the cache."""
+    data = _data(description.data, description.samples)
+    train, held, counts = _shares(description, data)
+    models = _untrained(description, data)
+    file = cache_folder() / f"{description.key}.safetensors"
+    if file.is_file():
+        stacked = load_file(file)
+        for s, model in enumerate(models):
+            model.load_state_dict({name: value[s] for name, value in stacked.items()})
+    else:
+        training = Training(
+            description.epochs,
+            description.batch,
+            description.rate,
+            description.decay,
+            description.proximal,
+        )
+        parts = [data.train[index] for index in train]
+        models = train_clients(models, parts, training, description.seed, progress)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        states = [model.state_dict() for model in models]
+        with atomic_path(file) as partial:
+            save_file({n: torch.stack([s[n] for s in states]) for n in states[0]}, partial)
+    return Population(
+        [model.eval() for model in models],
+        counts,
+        data.train[np.concatenate(held)],
+        data.test,
+    )
+
+
+def cache_folder() -> Path:
+    """Where trained clients are kept: NAFI_CACHE, else the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nafi" / "clients"
+    return Path(os.environ.get("NAFI_CACHE", default))
+
+
+@lru_cache(maxsize=2)
+def _data(name: str, samples: int | None) -> Dataset:
+    data = digits() if name == "digits" else mnist()
+    if samples is None:
+        return data
+    order = np.random.default_rng(0).permutation(len(data.train))[:samples]
+    return Dataset(data.name, data.train[order], data.test)
+
+
+Index = npt.NDArray[np.intp]
+
+
+def _shares(
+    description: Description, data: Dataset
+) -> tuple[list[Index], list[Index], npt.NDArray[np.int64]]:
+    """Each client's samples, those that it holds back for validation, and its training counts."""
+    labels = data.train.labels.numpy()
+    rng = np.random.default_rng([description.seed, description.clients])
+    train, held = [], []
+    for part in dirichlet_partition(labels, description.clients, description.alpha, rng):
+        shuffled = rng.permutation(part)
+        cut = max(1, round(description.validation * len(part)))
+        held.append(shuffled[:cut])
+        train.append(shuffled[cut:])
+    return train, held, class_counts(labels, train, data.train.classes)
+
+
+def _untrained(description: Description, data: Dataset) -> list[nn.Module]:
+    """Networks before training: weights of their own, or one start for all."""
+    inputs, classes = data.train.inputs.shape[1], data.train.classes
+    widths = [inputs, *[description.width] * description.hidden, classes]
+    seeds = [[description.seed, description.hidden, s] for s in range(description.clients)]
+    if description.start == "shared":
+        seeds = [seeds[0]] * len(seeds)
+    return [draw_weights(MLP(widths), _generator(seed)) for seed in seeds]
+
+
+def _generator(seed: list[int]) -> torch.Generator:
+    drawn = np.random.default_rng(seed).integers(2**62)
+    return torch.Generator().manual_seed(int(drawn))

@@ -1,0 +1,138 @@
+"""Running the cells of an experiment.
+
+Hides: processes, and what is done already. Promises: one JSON line for each finished cell, written
+at once and whole; a run that was stopped goes on where it was and gives the same records.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from nafi.errors import InputError
+from nafi.experiments.cells import Cell, Record, cells, run_cell
+from nafi.experiments.config import Experiment
+from nafi.experiments.populations import Description, cache_folder, population
+
+# Told what is under way, how many steps are done and how many there are.
+Progress = Callable[[str, int, int], None]
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def run_experiment(
+    experiment: Experiment, file: Path, *, jobs: int, resume: bool, progress: Progress
+) -> list[Record]:
+    """Run all cells that `file` does not hold yet; the records of all of them.
+
+    jobs: processes, each with one thread; 1 for this process alone
+    resume: go on with an existing file; without it, an existing file is refused
+    """
+    done = _finished(experiment, file, resume)
+    todo = [cell for cell in cells(experiment) if cell.key not in done]
+    untrained = _untrained(todo)
+    total = len(untrained) + len(todo)
+    progress("training clients" if untrained else experiment.name, 0, total)
+    for count, (description, _) in enumerate(_each(_train, untrained, jobs)):
+        told = f"trained {description.clients} clients, {description.hidden} hidden"
+        progress(told, count + 1, total)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
+        for count, (cell, record) in enumerate(_each(run_cell, todo, jobs)):
+            done[cell.key] = record
+            lines.write(json.dumps(record) + "\n")
+            lines.flush()
+            os.fsync(lines.fileno())
+            told = f"{cell.method.name}, {cell.clients} clients, {cell.hidden} hidden"
+            progress(told, len(untrained) + count + 1, total)
+    return [done[cell.key] for cell in cells(experiment)]
+
+
+def read_records(file: Path) -> list[Record]:
+    """The records of a file; a last line that was cut off while being written is left out."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise InputError(f"{file}: line {number} is not a record") from None
+    return records
+
+
+def _finished(experiment: Experiment, file: Path, resume: bool) -> dict[tuple[Any, ...], Record]:
+    """The records that need not be computed again; mends a file whose last line was cut off."""
+    if not file.exists():
+        return {}
+    if not resume:
+        raise InputError(f"{file} exists already: --resume to go on with it, or another --out")
+    records = read_records(file)
+    expected = json.loads(json.dumps(_config(experiment)))
+    for number, record in enumerate(records, start=1):
+        if record.get("experiment") != experiment.name or record.get("config") != expected:
+            raise InputError(
+                f"{file}: line {number} is of another experiment or other settings; give another "
+                "--out, or remove the file"
+            )
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    if text != file.read_text(encoding="utf-8"):
+        file.write_text(text, encoding="utf-8")
+    return {(r["trial"], r["clients"], r["hidden"], r["method"]): r for r in records}
+
+
+def _config(experiment: Experiment) -> dict[str, Any]:
+    return experiment.model_dump(exclude={"methods", "clients", "hidden", "trials"})
+
+
+def _untrained(todo: Sequence[Cell]) -> list[Description]:
+    """The populations that cells need and nobody has trained yet, each once."""
+    needed = dict.fromkeys(d for cell in todo for d in cell.descriptions())
+    return [d for d in needed if not (cache_folder() / f"{d.key}.safetensors").is_file()]
+
+
+def _train(description: Description) -> None:
+    population(description)
+
+
+def _each(
+    work: Callable[[_Item], _Result], items: Sequence[_Item], jobs: int
+) -> Iterator[tuple[_Item, _Result]]:
+    """Each item with its result, as they come; in this process, or in several."""
+    if jobs == 1 or len(items) < 2:
+        for item in items:
+            yield item, work(item)
+        return
+    # Fresh processes: forked ones would inherit the state of torch's threads.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread)
+    try:
+        waiting = iter(items)
+        running: dict[Future[_Result], _Item] = {
+            pool.submit(work, item): item for item in islice(waiting, 2 * jobs)
+        }
+        while running:
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                item_done = running.pop(future)
+                following = next(waiting, None)
+                if following is not None:
+                    running[pool.submit(work, following)] = following
+                yield item_done, future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
