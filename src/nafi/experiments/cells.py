@@ -119,7 +119,7 @@ def _fused(cell: Cell) -> list[Record]:
         inputs = (clients.test.inputs[:2],)
         spec = spec or groups(clients.models[0], inputs)
         limit = cell.experiment.width_limit
-        if limit is not None and "max_width" in FUSERS[cell.method.method].options:
+        if limit != "none" and "max_width" in FUSERS[cell.method.method].options:
             options.setdefault("max_width", limit)
         start = time.perf_counter()
         result = fuse(

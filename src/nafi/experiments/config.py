@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 from nafi.errors import InputError
 
@@ -58,7 +58,7 @@ class Experiment(_Strict):
     """Everything that decides the records of a run.
 
     clients, hidden: every combination is run; samples: of the training data, None for all
-    width_limit: most neurons of a group for every matching method, as a factor
+    width_limit: most neurons of a group for every matching method, as a factor, or "none"
     budget: most candidates that a method may choose from
     """
 
@@ -73,7 +73,7 @@ class Experiment(_Strict):
     alpha: float = Field(default=0.5, gt=0)
     validation: float = Field(default=0.1, gt=0, lt=1)
     samples: int | None = Field(default=None, ge=1)
-    width_limit: float | None = Field(default=3.0, ge=1)
+    width_limit: PositiveFloat | Literal["none"] = 3.0
     budget: int = Field(default=8, ge=1)
     training: TrainingConfig = TrainingConfig()
     methods: list[MethodConfig] = Field(min_length=1)

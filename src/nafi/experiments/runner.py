@@ -72,6 +72,22 @@ def read_records(file: Path) -> list[Record]:
     return records
 
 
+def read_runs(path: Path) -> dict[str, list[Record]]:
+    """Experiment -> its records, from a file or from all files of a folder."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path} holds no .jsonl files; nafi run writes them")
+    found: dict[str, list[Record]] = {}
+    for file in files:
+        for record in read_records(file):
+            if not isinstance(record, dict) or "experiment" not in record:
+                raise InputError(f"{file} does not hold run records")
+            found.setdefault(record["experiment"], []).append(record)
+    if not found:
+        raise InputError(f"{path} holds no records yet")
+    return found
+
+
 def _finished(experiment: Experiment, file: Path, resume: bool) -> dict[tuple[Any, ...], Record]:
     """The records that need not be computed again; mends a file whose last line was cut off."""
     if not file.exists():

@@ -80,5 +80,11 @@ def fuse(
     start = time.perf_counter()
     result = function(task, **options)
     seconds = time.perf_counter() - start
-    told = {"method": method, "options": options, "seed": seed, "seconds": seconds}
+    told = {
+        "method": method,
+        "models": len(clients),
+        "options": options,
+        "seed": seed,
+        "seconds": seconds,
+    }
     return replace(result, diagnostics={**told, **result.diagnostics})

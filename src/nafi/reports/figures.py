@@ -5,7 +5,8 @@ Hides: matplotlib. Promises: each function draws one figure into one file, atomi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,73 @@ def _label_points(axes: Any, points: Sequence[tuple[str, float, int]]) -> None:
         axes.annotate(
             f" {method} {accuracy:.1f}", (neurons * 1.03, height), va="center", fontsize="small"
         )
+
+
+COLOURS = {"nafi": "#1f5fa8", "pfnm": "#b4541f", "ot": "#3c7d3c", "fedavg": "#7a4fa3"}
+_GREY = "#51606f"
+
+
+def size_figure(series: Mapping[str, Sequence[tuple[int, float, float]]]) -> Figure:
+    """ln(J / sum of J_s) over the number of clients: (clients, mean, spread) for each method."""
+    figure, axes = _figure(5.6, 3.8)
+    for method, points in series.items():
+        clients, means, spreads = zip(*points, strict=True)
+        colour = COLOURS.get(method, _GREY)
+        axes.errorbar(clients, means, spreads, marker="o", capsize=3, color=colour, label=method)
+    axes.set_xlabel("clients")
+    axes.set_ylabel("ln(global neurons / all local neurons)")
+    axes.legend()
+    return figure
+
+
+def sensitivity_figure(
+    penalties: Sequence[float], clients: Sequence[int], accuracy: npt.NDArray[np.float64]
+) -> Figure:
+    """A heat map of accuracies, (clients, penalties)."""
+    figure, axes = _figure(7.4, 3.2)
+    image = axes.imshow(accuracy, cmap="viridis", aspect="auto")
+    middle = (np.nanmin(accuracy) + np.nanmax(accuracy)) / 2
+    for (row, column), value in np.ndenumerate(accuracy):
+        colour = "black" if value > middle else "white"
+        axes.text(column, row, f"{value:.1f}", ha="center", va="center", color=colour, fontsize=8)
+    axes.set_xticks(range(len(penalties)), [f"{p:g}" for p in penalties])
+    axes.set_yticks(range(len(clients)), [str(n) for n in clients])
+    axes.set_xlabel("penalty")
+    axes.set_ylabel("clients")
+    figure.colorbar(image, label="accuracy, %")
+    return figure
+
+
+def width_figure(
+    series: Mapping[str, Sequence[tuple[float, float, float]]], ceilings: Mapping[str, float]
+) -> Figure:
+    """Accuracy against width: (factor, mean, spread) for each method; ceilings as lines."""
+    figure, axes = _figure(6.4, 4.2)
+    for method, points in series.items():
+        factors, means, spreads = zip(*sorted(points), strict=True)
+        style = {"marker": "o", "capsize": 3, "color": COLOURS.get(method, _GREY)}
+        axes.errorbar(factors, means, spreads, label=method, **style)
+    for name, mean in ceilings.items():
+        axes.axhline(mean, color=_GREY, linestyle="--", linewidth=1)
+        axes.annotate(name, (1, mean), va="bottom", fontsize="small", color=_GREY)
+    axes.set_xscale("log")
+    ticks = sorted({round(f, 2) for points in series.values() for f, _, _ in points})
+    axes.set_xticks(ticks, [f"{t:g}x" for t in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("global width, of the local width")
+    axes.set_ylabel("accuracy, %")
+    axes.legend(loc="lower right")
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an SVG element, without the declarations that only a file needs."""
+    stream = StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
+    text = stream.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()

@@ -1,0 +1,100 @@
+"""The application that commands are part of, and what they share.
+
+Hides: how errors, warnings and progress reach a terminal. Promises: standard output is the result
+alone; everything else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from nafi.errors import NafiError
+from nafi.version import __version__
+
+app = typer.Typer(
+    help="Fuse neural networks that were trained apart into one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+INPUT_SHAPE = typer.Option(
+    metavar="SIZES",
+    help="An input of numbers without its batch, like 3,32,32; once per input. For any other input "
+    "write a function example_inputs() beside the factory.",
+)
+AS_JSON = typer.Option("--json", help="Print JSON instead of a table.")
+
+
+def main() -> None:
+    """Run the command line; the entry point of `nafi`."""
+    try:
+        app()
+    except NafiError as error:
+        tell(str(error))
+        sys.exit(2)
+
+
+def tell(text: str) -> None:
+    """A line on standard error."""
+    Console(stderr=True, highlight=False).print(f"nafi: {text}", markup=False, soft_wrap=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nafi {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Fuse neural networks that were trained apart into one."""
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error that says what is under way and how long it may take."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    bar = Progress(
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=quiet,
+    )
+    with bar:
+        shown = bar.add_task("starting", total=None)
+        yield lambda step, done, total: bar.update(
+            shown, description=step, completed=done, total=total
+        )
+
+
+@contextmanager
+def told_warnings() -> Iterator[None]:
+    """Tell each of our warnings once, in a line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    ours = [w for w in caught if w.category.__name__ in ("SpecWarning", "FusionWarning")]
+    for text in dict.fromkeys(str(w.message) for w in ours):
+        tell(text)

@@ -1,0 +1,141 @@
+"""`nafi fuse`: checkpoints in, one checkpoint out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, progress_bar, told_warnings
+from nafi.errors import InputError
+
+if TYPE_CHECKING:
+    from nafi.fusion import FusionResult
+
+
+@app.command()
+def fuse(
+    checkpoints: Annotated[
+        list[Path], typer.Argument(help="Two or more files: safetensors, or torch.save of tensors.")
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write, .safetensors.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="package.module:factory; not needed if the checkpoints say it."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="nafi, pfnm, ot, rebasin or fedavg.")] = "nafi",
+    penalty: Annotated[
+        float | None, typer.Option(help="nafi: more means fewer neurons. Default 0.4.")
+    ] = None,
+    evidence: Annotated[
+        float | None, typer.Option(help="nafi, pfnm: more means more neurons. Default 150.")
+    ] = None,
+    max_width: Annotated[
+        str | None,
+        typer.Option(help="nafi, pfnm: most neurons of a group, like 300; or a factor, like 2.5x."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Any other option of the method; see nafi.fuse."),
+    ] = None,
+    class_counts: Annotated[
+        Path | None,
+        typer.Option(help="JSON: for each checkpoint the samples per class, [[...], ...]."),
+    ] = None,
+    batchnorm: Annotated[str, typer.Option(help="attach or fold.")] = "attach",
+    input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the order of the models.")] = 0,
+    report: Annotated[Path | None, typer.Option(help="Also write a page, .html.")] = None,
+    as_json: Annotated[bool, AS_JSON] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+) -> None:
+    """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
+    from nafi.checkpoints import load_clients, save
+    from nafi.files import check_writable, read_json
+    from nafi.fusion import fuse as fuse_models
+
+    for target in filter(None, [out, report]):
+        check_writable(target, force)
+    options = _method_options(penalty, evidence, max_width, option or [])
+    files = load_clients(checkpoints, model, input_shape or [])
+    counts = read_json(class_counts) if class_counts is not None else files.class_counts
+    with told_warnings(), progress_bar(as_json) as progress:
+        result = fuse_models(
+            files.models,
+            files.example_inputs,
+            method=method,
+            class_counts=counts,
+            sample_counts=files.sample_counts,
+            seed=seed,
+            batchnorm=batchnorm,
+            names=[str(path) for path in checkpoints],
+            progress=progress,
+            **options,
+        )
+    save(
+        result,
+        out,
+        factory=files.factory,
+        example_inputs=files.example_inputs,
+        class_counts=None
+        if counts is None
+        else [sum(column) for column in zip(*counts, strict=True)],
+        sample_count=None if files.sample_counts is None else sum(files.sample_counts),
+        overwrite=force,
+    )
+    _tell(result, out, report, as_json)
+
+
+def _tell(result: FusionResult, out: Path, report: Path | None, as_json: bool) -> None:
+    """Print what was done, and write the page if there is to be one."""
+    from nafi.reports.fusion import fusion_table, write_fusion_page
+
+    rows, told = result.summary(), result.diagnostics
+    seconds = told["seconds"]
+    title = f"{told['models']} models fused by {told['method']}"
+    if report is not None:
+        command = "nafi " + shlex.join(sys.argv[1:])
+        facts = {"command": command, "seconds": f"{seconds:.1f}", "checkpoint": str(out)}
+        write_fusion_page(report, rows, title, facts)
+    if as_json:
+        facts = {key: told[key] for key in ("method", "options", "seconds")}
+        typer.echo(json.dumps({**facts, "groups": rows, "checkpoint": str(out)}))
+        return
+    console = Console()
+    if rows:
+        console.print(fusion_table(rows, title))
+    console.print(f'{title} in {seconds:.1f} s: nafi.load("{out}")', soft_wrap=True, markup=False)
+    if report is not None:
+        console.print(f"The page is in {report}", soft_wrap=True, markup=False)
+
+
+def _method_options(
+    penalty: float | None, evidence: float | None, max_width: str | None, others: list[str]
+) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for text in others:
+        name, found, value = text.partition("=")
+        if not found:
+            raise InputError(f"--option: found {text!r}, expected NAME=VALUE")
+        try:
+            options[name.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            options[name.replace("-", "_")] = value
+    if penalty is not None:
+        options["penalty"] = penalty
+    if evidence is not None:
+        options["evidence"] = evidence
+    if max_width is not None:
+        try:
+            factor = max_width.endswith("x")
+            options["max_width"] = float(max_width[:-1]) if factor else int(max_width)
+        except ValueError:
+            raise InputError(
+                f"--max-width: found {max_width!r}, expected neurons like 300 or a factor like 2.5x"
+            ) from None
+    return options
