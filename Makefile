@@ -5,13 +5,17 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # Two workers with one thread each: more threads than cores only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: demo test lint bench format venv clean
+.PHONY: demo test test-browser lint bench format venv clean
 
 demo: .venv/ready
 	$(BIN)/nafi demo
 
 test: lint
 	$(PYTEST)
+
+# Looks at a report in headless Chromium (Debian: apt-get install chromium).
+test-browser: .venv/ready-dev
+	$(BIN)/python -m pytest -q -m browser tests/test_browser.py
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

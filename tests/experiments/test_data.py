@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -40,9 +43,6 @@ def test_mnist_is_whole() -> None:
 def test_files_that_cannot_be_used_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("NAFI_DATA", raising=False)
-    with pytest.raises(InputError, match="set NAFI_DATA"):
-        mnist()
     monkeypatch.setenv("NAFI_DATA", str(tmp_path))
     with pytest.raises(InputError, match=r"train-images-idx3-ubyte.gz does not exist"):
         mnist()
@@ -99,3 +99,22 @@ def test_impossible_partitions() -> None:
         dirichlet_partition(labels, 6, 0.5, np.random.default_rng(0))
     with pytest.raises(InputError, match="no partition"):
         dirichlet_partition(np.zeros(61, dtype=np.int64), 6, 1e-3, np.random.default_rng(0))
+
+
+def test_downloads_are_checked_against_the_published_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mirror that serves something else is refused; here it is a folder of this machine."""
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "mirror" / "train-images-idx3-ubyte.gz").write_bytes(b"something else")
+    monkeypatch.delenv("NAFI_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "mirror"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        monkeypatch.setattr("nafi.experiments.data._MNIST_MIRROR", address)
+        with pytest.raises(InputError, match=r"cannot download .*train-images.*NAFI_DATA"):
+            mnist()
+        server.shutdown()
+    assert not list((tmp_path / "cache").rglob("*.gz"))

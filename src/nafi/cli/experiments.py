@@ -61,7 +61,7 @@ def run(
     summary = accuracy_table(records, f"{chosen.title}: test accuracy, {len(records)} cells")
     shown = Table(title=summary.title, caption=summary.note)
     for heading in summary.headings:
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="left" if heading == "method" else "right")
     for place, row in enumerate(summary.rows):
         texts = [f"[b]{t}[/b]" if (place, k) in summary.best else t for k, t in enumerate(row)]
         shown.add_row(*texts)

@@ -60,9 +60,22 @@ def digits(seed: int = 0) -> Dataset:
     return Dataset("digits", samples[cut:], samples[:cut])
 
 
+# The SHA-256 of each compressed file as its publisher made it.
+_MNIST = {
+    f"{name}-ubyte.gz": digest
+    for name, digest in [
+        ("train-images-idx3", "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+        ("train-labels-idx1", "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+        ("t10k-images-idx3", "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+        ("t10k-labels-idx1", "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+    ]
+}
+_MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+
+
 def mnist() -> Dataset:
     """60,000 and 10,000 digits of 28 x 28 pixels in [0, 1], flattened."""
-    folder = data_folder() / "mnist"
+    folder = _mnist_folder()
     parts = []
     for part in ("train", "t10k"):
         images = _idx(folder / f"{part}-images-idx3-ubyte.gz")
@@ -74,12 +87,23 @@ def mnist() -> Dataset:
     return Dataset("mnist", *parts)
 
 
-def data_folder() -> Path:
-    """Where data sets are: the variable NAFI_DATA."""
-    folder = os.environ.get("NAFI_DATA")
-    if not folder:
-        raise InputError("set NAFI_DATA to the folder that holds the data sets, such as mnist/")
-    return Path(folder)
+def _mnist_folder() -> Path:
+    """The folder under NAFI_DATA; without that, a cache that is filled from the usual mirror."""
+    given = os.environ.get("NAFI_DATA")
+    if given:
+        return Path(given) / "mnist"
+    import pooch
+
+    store = pooch.create(pooch.os_cache("nafi") / "mnist", _MNIST_MIRROR, registry=_MNIST)
+    for name in _MNIST:
+        try:
+            store.fetch(name)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"cannot download {_MNIST_MIRROR}{name}: {type(error).__name__}; set NAFI_DATA to "
+                "a folder with mnist/ in it instead"
+            ) from None
+    return Path(store.path)
 
 
 def _idx(path: Path) -> npt.NDArray[np.uint8]:

@@ -25,6 +25,7 @@ from nafi.reports.records import (
     Table,
     accuracy_table,
     by_cell,
+    in_order,
     markdown,
     paper_table,
     width_table,
@@ -84,11 +85,11 @@ def _section(name: str, records: Sequence[Record]) -> Section:
     tables: list[Table] = []
     figure = None
     if name == "mnist-size":
-        tables, figure = _size(records, title)
+        tables, figure = _size(records)
     elif name == "mnist-sensitivity":
-        tables, figure = _sensitivity(records, title)
+        tables, figure = _sensitivity(records)
     elif name == "mnist-width":
-        tables, figure = _width(records, title)
+        tables, figure = _width(records)
     else:
         tables = [
             accuracy_table(records, "Test accuracy, chosen on validation data"),
@@ -105,12 +106,12 @@ def _section(name: str, records: Sequence[Record]) -> Section:
     return Section(title, command, tuple(tables), figure, versions)
 
 
-def _size(records: Sequence[Record], title: str) -> tuple[list[Table], str]:
+def _size(records: Sequence[Record]) -> tuple[list[Table], str]:
     """ln(J / sum J_s), as the paper's figure has it."""
     cells = by_cell(
         records, lambda r: log(sum(r["widths"]) / (r["clients"] * r["hidden"] * r["local_width"]))
     )
-    methods = list(dict.fromkeys(r["method"] for r in records))
+    methods = in_order({r["method"] for r in records})
     rows = [(str(k[0]), *(str(row.get(m, "")) for m in methods)) for k, row in cells.items()]
     table = Table("ln(J / sum of J_s)", ("clients", *methods), tuple(rows))
     series = {
@@ -122,7 +123,7 @@ def _size(records: Sequence[Record], title: str) -> tuple[list[Table], str]:
     )
 
 
-def _sensitivity(records: Sequence[Record], title: str) -> tuple[list[Table], str]:
+def _sensitivity(records: Sequence[Record]) -> tuple[list[Table], str]:
     """Accuracy over the penalty and the number of clients."""
     cells = by_cell(records, lambda r: r["test"])
     penalties = sorted({float(r["chosen"]["penalty"]) for r in records})
@@ -141,15 +142,15 @@ def _sensitivity(records: Sequence[Record], title: str) -> tuple[list[Table], st
     ]
     table = Table("Test accuracy by penalty", headings, tuple(rows))
     drawn = figures.sensitivity_figure(penalties, clients, values)
-    return [table, width_table(records)], figures.svg(drawn)
+    return [table], figures.svg(drawn)
 
 
-def _width(records: Sequence[Record], title: str) -> tuple[list[Table], str]:
+def _width(records: Sequence[Record]) -> tuple[list[Table], str]:
     """Accuracy against the global width that each method came to."""
     series: dict[str, list[tuple[float, float, float]]] = {}
     ceilings: dict[str, float] = {}
     rows = []
-    for method in dict.fromkeys(r["method"] for r in records):
+    for method in in_order({r["method"] for r in records}):
         own = [r for r in records if r["method"] == method]
         accuracy = Summary.of([r["test"] for r in own])
         family = re.split(r"[, ]", method)[0]

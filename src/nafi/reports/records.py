@@ -35,6 +35,17 @@ def paper_mnist() -> dict[tuple[int, int], dict[str, tuple[float, float]]]:
     return found
 
 
+_ORDER = (
+    "local",
+    "fedavg",
+    "fedprox",
+    "ot",
+    "rebasin",
+    "pfnm-topdown",
+    "pfnm",
+    "nafi",
+    "ensemble",
+)
 # Not one model of the clients' making, so never the best of a row.
 NOT_COMPARED = ("local", "ensemble")
 
@@ -81,60 +92,74 @@ def by_cell(
 
 
 def accuracy_table(records: Sequence[Record], title: str, field: str = "test") -> Table:
-    """Mean ± spread of each method, a row for each number of clients and hidden layers."""
+    """Mean ± spread: a row for each method, a column for each number of clients and layers."""
     cells = by_cell(records, lambda r: r[field])
-    methods = list(dict.fromkeys(r["method"] for r in records))
-    rows, best = [], set()
-    for place, ((clients, hidden), row) in enumerate(cells.items()):
-        rows.append(
-            (str(clients), str(hidden), *(str(row[m]) if m in row else "" for m in methods))
-        )
+    methods = in_order({r["method"] for r in records})
+    rows = tuple((m, *(str(row.get(m, "")) for row in cells.values())) for m in methods)
+    best = set()
+    for column, row in enumerate(cells.values(), start=1):
         compared = [m for m in methods if m in row and m not in NOT_COMPARED]
-        if compared:
-            winner = max(compared, key=lambda m: row[m].mean)
-            best.add((place, 2 + methods.index(winner)))
-    trials = sorted({s.trials for row in cells.values() for s in row.values()})
-    counted = "trials" if trials != [1] else "trial"
-    note = f"{' to '.join(str(t) for t in {trials[0], trials[-1]})} {counted}" if trials else ""
-    return Table(title, ("clients", "hidden", *methods), tuple(rows), frozenset(best), note)
+        if len(compared) > 1:
+            best.add((methods.index(max(compared, key=lambda m: row[m].mean)), column))
+    trials = sorted({summary.trials for row in cells.values() for summary in row.values()})
+    note = " to ".join(str(t) for t in dict.fromkeys((trials[0], trials[-1])))
+    note += " trials" if trials[-1] > 1 else " trial"
+    return Table(title, ("method", *map(cell_name, cells)), rows, frozenset(best), note)
 
 
 def paper_table(records: Sequence[Record]) -> Table:
-    """Ours beside the paper's, for the rows and methods that both have."""
-    cells = by_cell(records, lambda r: r["test"])
+    """Ours beside the paper's, for the cells and methods that both have."""
     theirs = paper_mnist()
-    rows = []
-    for key, row in cells.items():
-        if key in theirs:
-            texts = [
-                f"{row[m].mean:.1f} ({theirs[key][m][0]:.1f})" if m in row else ""
-                for m in PAPER_METHODS
-            ]
-            rows.append((str(key[0]), str(key[1]), *texts))
+    cells = {k: row for k, row in by_cell(records, lambda r: r["test"]).items() if k in theirs}
+    rows = tuple(
+        (
+            method,
+            *(
+                f"{row[method].mean:.1f} ({theirs[key][method][0]:.1f})" if method in row else ""
+                for key, row in cells.items()
+            ),
+        )
+        for method in PAPER_METHODS
+    )
     return Table(
         "Ours, and the paper's in brackets",
-        ("clients", "hidden", *PAPER_METHODS),
-        tuple(rows),
-        note="the paper chose its penalty by test accuracy; ours are chosen on validation data",
+        ("method", *map(cell_name, cells)),
+        rows if cells else (),
+        note="the paper chose its penalty by test accuracy, ours is chosen on validation data",
     )
 
 
 def width_table(records: Sequence[Record]) -> Table:
     """Mean width of each hidden layer of the fused networks."""
-    found: dict[tuple[int, int], dict[str, list[list[int]]]] = {}
-    for record in records:
-        if record["widths"]:
-            row = found.setdefault((record["clients"], record["hidden"]), {})
-            row.setdefault(record["method"], []).append(record["widths"])
-    methods = list(dict.fromkeys(r["method"] for r in records if r["widths"]))
-    rows = []
-    for (clients, hidden), row in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
-        texts = []
-        for method in methods:
-            layers = zip(*row.get(method, []), strict=True)
-            texts.append(", ".join(f"{fmean(layer):.0f}" for layer in layers))
-        rows.append((str(clients), str(hidden), *texts))
-    return Table("Widths of the fused networks", ("clients", "hidden", *methods), tuple(rows))
+    sized = [record for record in records if record["widths"]]
+    layers = range(max((len(r["widths"]) for r in sized), default=0))
+    found = [
+        by_cell([r for r in sized if len(r["widths"]) > k], lambda r, k=k: r["widths"][k])  # type: ignore[misc]
+        for k in layers
+    ]
+    cells = list(found[0]) if found else []
+    rows = tuple(
+        (
+            method,
+            *(
+                ", ".join(f"{f[c][method].mean:.0f}" for f in found if method in f.get(c, {}))
+                for c in cells
+            ),
+        )
+        for method in in_order({r["method"] for r in sized})
+    )
+    return Table("Widths of the fused networks", ("method", *map(cell_name, cells)), rows)
+
+
+def cell_name(key: tuple[int, int]) -> str:
+    """What heads the column of a cell."""
+    return f"{key[0]} clients" + (f", {key[1]} hidden" if key[1] > 1 else "")
+
+
+def in_order(methods: Iterable[str]) -> list[str]:
+    """Methods in the order in which they are best read; unknown ones by name at the end."""
+    known = {method: place for place, method in enumerate(_ORDER)}
+    return sorted(methods, key=lambda m: (known.get(m, len(known)), m))
 
 
 def markdown(table: Table) -> str:

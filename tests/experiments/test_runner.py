@@ -1,0 +1,229 @@
+"""Experiments: configured, resumable, in several processes, chosen on validation data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nafi.errors import InputError
+from nafi.experiments.cells import accuracy, cells, run_cell
+from nafi.experiments.config import Experiment, experiment_names, load_experiment
+from nafi.experiments.populations import describe, population
+from nafi.experiments.runner import read_records, read_runs, run_experiment
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "title": "Small",
+    "data": "digits",
+    "trials": 2,
+    "clients": [3],
+    "width": 12,
+    "training": {"epochs": 3},
+    "methods": [
+        {"name": "local", "method": "local"},
+        {"name": "fedavg", "method": "fedavg", "start": "shared"},
+        {
+            "name": "fedprox",
+            "method": "fedavg",
+            "start": "shared",
+            "grid": {"proximal": [0.1, 1.0]},
+        },
+        {"name": "nafi", "method": "nafi", "grid": {"penalty": [0.05, 0.4]}},
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAFI_CACHE", str(tmp_path / "cache"))
+
+
+def quiet(*_: object) -> None:
+    """No progress."""
+
+
+def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records but for what a clock decides."""
+    text = json.dumps(records)
+    found: list[dict[str, Any]] = json.loads(
+        text, object_hook=lambda o: {k: v for k, v in o.items() if not k.endswith("seconds")}
+    )
+    return found
+
+
+def test_records_hold_what_is_needed_to_run_them_again(tmp_path: Path) -> None:
+    experiment = Experiment(**SMALL)
+    seen: list[tuple[str, int, int]] = []
+    file = tmp_path / "r.jsonl"
+    records = run_experiment(
+        experiment, file, jobs=1, resume=False, progress=lambda *a: seen.append(a)
+    )
+    assert len(records) == 2 * 4
+    assert records == read_records(file)
+    # Trained: own and shared starts, and two proximal strengths, for two trials.
+    assert seen[0] == ("training clients", 0, 8 + 8)
+    assert seen[-1][1:] == (16, 16)
+    nafi = next(r for r in records if r["method"] == "nafi")
+    assert nafi["chosen"]["penalty"] in (0.05, 0.4)
+    assert set(nafi["versions"]) == {"nafi", "torch", "numpy", "scipy"}
+    assert nafi["config"]["training"]["epochs"] == 3
+    assert all(width <= 3 * 12 for width in nafi["widths"])
+    again = run_cell(next(c for c in cells(experiment) if c.key == (0, 3, 1, "nafi")))
+    assert without_times([again]) == without_times([nafi])
+
+
+def test_the_choice_is_made_on_validation_data() -> None:
+    cell = next(c for c in cells(Experiment(**SMALL)) if c.method.name == "nafi")
+    record = run_cell(cell)
+    best = max(record["candidates"], key=lambda entry: entry["validation"])
+    assert record["chosen"] == best["options"]
+    assert record["test"] == best["test"]
+    assert record["test_picked"] == max(entry["test"] for entry in record["candidates"])
+
+
+def test_validation_samples_are_held_back_and_test_samples_are_others() -> None:
+    experiment = Experiment(**SMALL)
+    found = population(describe(experiment, 0, 3, 1))
+    samples = int(found.counts.sum()) + len(found.validation)
+    assert samples == 1797 - 1797 // 4
+    assert len(found.validation) == pytest.approx(0.1 * samples, abs=3)
+    again = population(describe(experiment, 0, 3, 1))  # from the cache
+    for one, two in zip(found.models, again.models, strict=True):
+        assert accuracy(one, found.test) == accuracy(two, found.test)
+
+
+def test_starts_are_shared_or_not() -> None:
+    experiment = Experiment(**{**SMALL, "training": {"epochs": 1, "rate": 1e-9}})
+    for start, equal in [("own", False), ("shared", True)]:
+        models = population(describe(experiment, 0, 3, 1, start)).models
+        one, two = (m.layers[0].weight.detach().numpy() for m in models[:2])
+        assert np.allclose(one, two, atol=1e-5) == equal
+
+
+def test_a_resumed_run_computes_what_is_missing_only(tmp_path: Path) -> None:
+    experiment = Experiment(**SMALL)
+    file = tmp_path / "r.jsonl"
+    whole = run_experiment(experiment, file, jobs=1, resume=False, progress=quiet)
+    with pytest.raises(InputError, match=r"exists already: --resume"):
+        run_experiment(experiment, file, jobs=1, resume=False, progress=quiet)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:5]) + lines[5][:40])  # killed while writing the sixth
+    seen: list[tuple[str, int, int]] = []
+    again = run_experiment(
+        experiment, file, jobs=1, resume=True, progress=lambda *a: seen.append(a)
+    )
+    assert seen[-1][1:] == (3, 3)
+    assert without_times(again) == without_times(whole)
+    assert len(read_records(file)) == 8
+
+
+def test_two_processes_give_the_same_records(tmp_path: Path) -> None:
+    experiment = Experiment(**{**SMALL, "trials": 1})
+    one = run_experiment(experiment, tmp_path / "1.jsonl", jobs=1, resume=False, progress=quiet)
+    two = run_experiment(experiment, tmp_path / "2.jsonl", jobs=2, resume=False, progress=quiet)
+    assert without_times(one) == without_times(two)
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """Killed without warning in the middle; the second run ends it."""
+    toml = tmp_path / "my.toml"
+    toml.write_text(
+        'name = "my"\ntitle = "Mine"\ndata = "digits"\nclients = [3]\ntrials = 40\nwidth = 10\n'
+        'training = { epochs = 2 }\n[[methods]]\nname = "nafi"\nmethod = "nafi"\n'
+        '[[methods]]\nname = "local"\nmethod = "local"\n'
+    )
+    out = tmp_path / "my.jsonl"
+    code = "from nafi.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", str(toml), "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out.exists() and len(out.read_text().splitlines()) >= 5):
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    half = [r for r in read_records(out) if r]
+    assert 5 <= len(half) < 80
+    experiment = load_experiment(str(toml))
+    records = run_experiment(experiment, out, jobs=1, resume=True, progress=quiet)
+    assert len(records) == len(read_records(out)) == 80
+    assert records[: len(half)] == half  # kept as they were, seconds included
+
+
+def test_records_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    run_experiment(Experiment(**{**SMALL, "trials": 1}), file, jobs=1, resume=False, progress=quiet)
+    other = Experiment(**{**SMALL, "trials": 1, "alpha": 0.7})
+    with pytest.raises(InputError, match="other settings"):
+        run_experiment(other, file, jobs=1, resume=True, progress=quiet)
+
+
+def test_every_experiment_of_the_paper_can_be_read() -> None:
+    expected = ["mnist-layers", "mnist-nets", "mnist-sensitivity", "mnist-size", "mnist-width"]
+    assert experiment_names() == expected
+    for name in expected:
+        whole, quick = load_experiment(name), load_experiment(name, "quick")
+        assert whole.trials == 5
+        assert quick.samples is not None
+        for method in whole.methods:
+            assert len(method.candidates()) <= whole.budget
+    rows = load_experiment("mnist-nets")
+    assert rows.clients == [15, 20, 25, 30]
+    assert rows.training.model_dump() == {"epochs": 10, "batch": 32, "rate": 0.01, "decay": 1e-6}
+
+
+@pytest.mark.usefixtures("real_data")
+@pytest.mark.parametrize("name", ["mnist-layers", "mnist-size"])
+def test_quick_profiles_run(name: str, tmp_path: Path) -> None:
+    experiment = load_experiment(name, "quick")
+    records = run_experiment(experiment, tmp_path / "q.jsonl", jobs=1, resume=False, progress=quiet)
+    assert len(records) == len(cells(experiment))
+    assert all(0 <= record["test"] <= 100 for record in records)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name = 3", "my.toml: name"),
+        ('name = "a"\ntitle = "b"\nclients = [2]\nmethods = []', "methods"),
+        ('name = "a"\nodd = 1', "odd|title"),
+        ("name = ", "is not TOML"),
+        (
+            'name = "a"\ntitle = "b"\nclients = [2]\nbudget = 1\n'
+            '[[methods]]\nname = "n"\nmethod = "nafi"\ngrid = { penalty = [0.1, 0.2] }',
+            "2 candidates, more than the budget of 1",
+        ),
+    ],
+)
+def test_bad_configurations_are_named(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=told):
+        load_experiment(str(file))
+
+
+def test_unknown_names(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no experiment 'mnist'; known: mnist-layers"):
+        load_experiment("mnist")
+    with pytest.raises(InputError, match="no profile 'fast'; it has quick"):
+        load_experiment("mnist-nets", "fast")
+    with pytest.raises(InputError, match="cannot read"):
+        load_experiment(str(tmp_path / "no.toml"))
+    with pytest.raises(InputError, match=r"holds no \.jsonl files"):
+        read_runs(tmp_path)
+    (tmp_path / "odd.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(InputError, match="does not hold run records"):
+        read_runs(tmp_path)
+    (tmp_path / "odd.jsonl").write_text('nonsense\n{"experiment": "a"}\n')
+    with pytest.raises(InputError, match="line 1 is not a record"):
+        read_runs(tmp_path)

@@ -1,0 +1,73 @@
+"""A report as a browser shows it: headless Chromium, on a desk and on a phone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from nafi.reports.experiments import sections, write_page
+from tests.test_reports import runs
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+]
+# Says for each table and figure whether it is visible, and whether the page is too wide.
+PROBE = """
+<script>
+addEventListener("load", () => {
+  const seen = [...document.querySelectorAll("table, figure svg")].map(e => {
+    const box = e.getBoundingClientRect();
+    return e.tagName + ":" + (box.width > 40 && box.height > 20);
+  });
+  document.title = seen.join(" ") + " overflow:" + (document.body.scrollWidth > innerWidth);
+});
+</script>
+"""
+
+
+def chromium(*arguments: str) -> str:
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    assert program, "install chromium: apt-get install chromium"
+    done = subprocess.run(
+        [program, *FLAGS, *arguments], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("width", "height"), [(1200, 2400), (390, 2400)])
+def test_tables_and_figures_are_visible(tmp_path: Path, width: int, height: int) -> None:
+    page = tmp_path / "report.html"
+    found = sections(runs())
+    write_page(page, found)
+    page.write_text(page.read_text().replace("</head>", PROBE + "</head>"))
+    size = f"--window-size={width},{height}"
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    title = chromium(size, profile, "--dump-dom", page.as_uri()).split("<title>")[1]
+    seen = title.split("</title>")[0].split()
+    tables = sum(len(section.tables) for section in found)
+    figures = sum(section.figure is not None for section in found)
+    assert seen.count("TABLE:true") == tables
+    assert seen.count("svg:true") == figures
+    assert seen[-1] == "overflow:false"
+    shot = tmp_path / "shot.png"
+    chromium(size, profile, f"--screenshot={shot}", page.as_uri())
+    pixels = imread(shot)[..., :3]
+    assert pixels.shape[:2] == (height, width)
+    ink = (np.abs(pixels - 1).max(axis=2) > 0.2).mean(axis=1)
+    assert (ink > 0).mean() > 0.2  # something is drawn on many of its lines
+    colours = np.unique((pixels.reshape(-1, 3) * 15).astype(int), axis=0)
+    assert len(colours) > 30  # the heat map among them

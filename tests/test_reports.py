@@ -1,0 +1,158 @@
+"""Tables and pages from records."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nafi.errors import InputError
+from nafi.reports.experiments import sections, write_markdown, write_page
+from nafi.reports.records import (
+    Summary,
+    accuracy_table,
+    markdown,
+    paper_mnist,
+    paper_table,
+    width_table,
+)
+
+
+def record(method: str, trial: int, test: float, **more: Any) -> dict[str, Any]:
+    return {
+        "experiment": "mnist-nets",
+        "trial": trial,
+        "clients": 15,
+        "hidden": 1,
+        "method": method,
+        "chosen": {},
+        "test": test,
+        "test_picked": test + 1,
+        "widths": [200 + 2 * trial],
+        "local_width": 100,
+        "config": {"title": "A & B"},
+        "versions": {"nafi": "0"},
+        **more,
+    }
+
+
+NETS = [
+    record("ensemble", 0, 99.0, widths=[]),
+    record("nafi", 0, 90.0),
+    record("nafi", 1, 94.0),
+    record("pfnm", 0, 91.0),
+    record("pfnm", 1, 91.0),
+]
+
+
+def test_mean_and_spread() -> None:
+    summary = Summary.of([90.0, 94.0])
+    assert str(summary) == "92.00 ± 2.83"
+    assert str(Summary.of([90.0])) == "90.00"
+
+
+def test_the_best_of_a_column_is_a_single_model() -> None:
+    table = accuracy_table(NETS, "t")
+    assert table.headings == ("method", "15 clients")
+    assert table.rows == (
+        ("pfnm", "91.00 ± 0.00"),
+        ("nafi", "92.00 ± 2.83"),
+        ("ensemble", "99.00"),
+    )
+    assert table.best == {(1, 1)}
+    assert table.note == "1 to 2 trials"
+    assert "| nafi | **92.00 ± 2.83** |" in markdown(table)
+
+
+def test_widths_and_the_paper() -> None:
+    assert width_table(NETS).rows == (("pfnm", "201"), ("nafi", "201"))
+    beside = {row[0]: row[1] for row in paper_table(NETS).rows}
+    assert beside["nafi"] == "92.0 (87.3)"
+    assert beside["ot"] == ""
+    assert paper_mnist()[10, 3]["nafi"] == (72.04, 4.75)
+
+
+class Tags(HTMLParser):
+    """Counts tags, and collects what a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self.fetched += [
+            str(v) for k, v in attrs if k in ("src", "href") and not str(v).startswith("#")
+        ]
+
+
+def runs() -> dict[str, list[dict[str, Any]]]:
+    """Records of all kinds of experiments."""
+    size = [
+        record(m, t, 90.0, experiment="mnist-size", clients=c, widths=[c * w])
+        for m, w in [("nafi", 20), ("pfnm", 50)]
+        for t in range(2)
+        for c in (5, 10)
+    ]
+    sensitivity = [
+        record(
+            f"nafi, penalty {p:g}", 0, 90 - p, experiment="mnist-sensitivity", chosen={"penalty": p}
+        )
+        for p in (1e-8, 0.1, 1.0)
+    ]
+    width = [
+        record(m, 0, a, experiment="mnist-width", widths=w)
+        for m, a, w in [
+            ("nafi, 1.0x", 85, [100]),
+            ("nafi, 2.0x", 90, [200]),
+            ("pfnm, 2.0x", 89, [200]),
+            ("ensemble", 91, []),
+            ("all neurons", 92, [1500]),
+        ]
+    ]
+    return {
+        "mnist-nets": NETS,
+        "mnist-size": size,
+        "mnist-sensitivity": sensitivity,
+        "mnist-width": width,
+    }
+
+
+def test_a_page_is_whole(tmp_path: Path) -> None:
+    found = sections(runs())
+    write_page(tmp_path / "r.html", found)
+    text = (tmp_path / "r.html").read_text()
+    tags = Tags()
+    tags.feed(text)
+    assert tags.counts["section"] == 4
+    assert tags.counts["svg"] == 3
+    assert tags.counts["table"] == sum(len(section.tables) for section in found)
+    assert tags.fetched == []
+    assert "A &amp; B" in text
+    assert '<td class="best">92.00 ± 2.83</td>' in text
+    size = next(s for s in found if s.command.startswith("nafi run mnist-size"))
+    assert size.command == "nafi run mnist-size --trials 2"
+    assert size.tables[0].rows[0] == (
+        "5",
+        f"{math.log(0.5):.2f} ± 0.00",
+        f"{math.log(0.2):.2f} ± 0.00",
+    )
+
+
+def test_markdown_goes_between_the_marks(tmp_path: Path) -> None:
+    file = tmp_path / "results.md"
+    file.write_text("before\n<!-- generated: begin -->\nold\n<!-- generated: end -->\nafter\n")
+    for _ in range(2):
+        write_markdown(file, sections({"mnist-nets": NETS}))
+        text = file.read_text()
+        assert text.startswith("before\n<!-- generated: begin -->\n")
+        assert text.endswith("<!-- generated: end -->\nafter\n")
+        assert "old" not in text
+        assert text.count("| nafi | **92.00 ± 2.83** |") == 1
+    file.write_text("no marks")
+    with pytest.raises(InputError, match="needs the lines"):
+        write_markdown(file, sections({"mnist-nets": NETS}))
