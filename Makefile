@@ -26,6 +26,7 @@ bench: .venv/ready-dev
 	$(BIN)/python benchmarks/matching.py
 	$(BIN)/python benchmarks/graph.py
 	$(BIN)/python benchmarks/fusion.py
+	$(BIN)/python benchmarks/training.py
 
 format: .venv/ready-dev
 	$(BIN)/ruff check --fix .

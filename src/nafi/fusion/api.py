@@ -13,8 +13,9 @@ from typing import Any
 import numpy.typing as npt
 from torch import nn
 
+from nafi.errors import InputError
 from nafi.fusion import averaging, bayesian, ensemble, rebasin, transport  # noqa: F401 (register)
-from nafi.fusion.base import FusionResult, Progress, Task, fuser_named
+from nafi.fusion.base import FusionResult, Progress, Task, check_whole, fuser_named
 from nafi.fusion.clients import check_clients
 from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import Inputs, check_inputs
@@ -74,6 +75,11 @@ def fuse(
     function = fuser_named(method, options)
     clients = check_clients(models, class_counts, sample_counts, names)
     check_inputs(example_inputs)
+    if spec is not None and not isinstance(spec, ModelSpec):
+        raise InputError(f"spec: found {type(spec).__name__}, expected a ModelSpec of nafi.groups")
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress: found {progress!r}, expected a function")
+    check_whole(seed, "seed", 0)
     task = Task(
         clients, example_inputs, spec, batchnorm, seed, progress or (lambda step, done, total: None)
     )

@@ -118,3 +118,17 @@ def fuser_named(name: str, options: Mapping[str, Any]) -> Callable[..., FusionRe
             listed = ", ".join(known) or "none"
             raise InputError(f"method {name} has no option {option!r}; its options: {listed}")
     return FUSERS[name].function
+
+
+def check_switch(value: bool, name: str) -> None:
+    """Refuse anything but true and false; a word would count as true."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}: found {value!r}, expected True or False")
+
+
+def check_whole(value: int, name: str, least: int, most: int | None = None) -> None:
+    """Refuse anything but a whole number within these bounds."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not fits or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name}: found {value!r}, expected a whole number {bounds}")

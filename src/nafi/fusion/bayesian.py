@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from nafi.errors import InputError
-from nafi.fusion.base import FusionResult, Progress, Task, fuser
+from nafi.fusion.base import FusionResult, Progress, Task, check_switch, fuser
 from nafi.fusion.clients import Array
 from nafi.fusion.features import Moments, Table, known_share
 from nafi.fusion.heads import comparable
@@ -61,7 +62,9 @@ class Matcher:
     def __post_init__(self) -> None:
         for name in ("evidence", "prior_ratio", "noise_precision", "prior_precision"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 0 < value < np.inf):
+            if value is None and name.endswith("precision"):
+                continue
+            if not (isinstance(value, int | float | np.number) and 0 < value < np.inf):
                 raise InputError(f"{name}: found {value!r}, expected a number above 0")
 
     def match(self, given: Table, limit: int, noise: float) -> Matching:
@@ -193,7 +196,16 @@ class Settings:
         if self.direction not in DIRECTIONS:
             expected = " or ".join(DIRECTIONS)
             raise InputError(f"direction: found {self.direction!r}, expected {expected}")
-        if not self.penalties or (len(self.penalties) > 1 and self.validate is None):
+        if self.validate is not None and not callable(self.validate):
+            raise InputError(f"validate: found {self.validate!r}, expected a function of a model")
+        check_switch(self.restore_norm, "restore_norm")
+        if not isinstance(self.penalty, Real | Sequence) or isinstance(self.penalty, str | bool):
+            raise InputError(
+                f"penalty: found {self.penalty!r}, expected a number or a list of them"
+            )
+        if not self.penalties:
+            raise InputError("penalty: found an empty list, expected numbers")
+        if len(self.penalties) > 1 and self.validate is None:
             raise InputError(
                 "penalty: a list needs validate=, a function of the fused model whose result is "
                 "the higher the better (the accuracy on data held out by the clients, for example)"
@@ -201,8 +213,7 @@ class Settings:
 
     @property
     def penalties(self) -> list[float]:
-        one = isinstance(self.penalty, int | float)
-        return [self.penalty] if one else list(self.penalty)  # type: ignore[list-item, arg-type]
+        return list(self.penalty) if isinstance(self.penalty, Sequence) else [self.penalty]
 
 
 @dataclass(frozen=True)
@@ -239,13 +250,23 @@ class _Plan:
         scores = []
         for matcher in matchers:
             found = self.run(matcher)
-            score = float(validate(found.model))
+            score = _score(validate, found.model)
             scores.append({"penalty": matcher.penalty, "score": score, "widths": found.widths})
-            if best is None or score > highest:
+            if score > highest:
                 told = {"penalty": matcher.penalty, "score": score, "scores": scores}
                 best, highest = replace(found, diagnostics=told), score
-        assert best is not None
+        if best is None:
+            raise InputError("validate: every score is NaN or minus infinity; there is no best")
         return best
+
+
+def _score(validate: Validate, model: nn.Module) -> float:
+    found = validate(model)
+    try:
+        score = float(found)
+    except (TypeError, ValueError):
+        raise InputError(f"validate: returned {found!r}, expected a number") from None
+    return -np.inf if np.isnan(score) else score
 
 
 _OF_MATCHER = [f.name for f in fields(Matcher) if f.name not in ("penalty", "seed")]

@@ -68,7 +68,11 @@ def check_clients(
         raise InputError(f"models: found {type(models).__name__}, expected a list of networks")
     if len(models) < 2:
         raise InputError(f"models: found {len(models)}, expected at least two to fuse")
-    labels = tuple(names) if names is not None else tuple(f"model {s}" for s in range(len(models)))
+    labels = tuple(f"model {s}" for s in range(len(models)))
+    if names is not None:
+        if isinstance(names, str) or len(names) != len(models):
+            raise InputError(f"names: found {names!r}, expected {len(models)} names, one per model")
+        labels = tuple(str(name) for name in names)
     for model, label in zip(models, labels, strict=True):
         if not isinstance(model, nn.Module):
             raise InputError(f"{label}: found {type(model).__name__}, expected an nn.Module")

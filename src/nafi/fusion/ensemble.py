@@ -5,6 +5,7 @@ Hides: nothing. Promises: a module whose output is the mean of the models' outpu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
 from nafi.fusion.base import FusionResult, Task, fuser
+from nafi.graph.trace import evaluating, first_line
 
 AVERAGES = ("logits", "probabilities")
 
@@ -50,4 +52,11 @@ def ensemble(task: Task, *, average: str = "logits") -> FusionResult:
     if average not in AVERAGES:
         raise InputError(f"average: found {average!r}, expected one of {', '.join(AVERAGES)}")
     count = len(task.clients)
-    return FusionResult(Ensemble(task.clients.models, [1 / count] * count, average).eval())
+    models = [copy.deepcopy(model) for model in task.clients.models]
+    together = Ensemble(models, [1 / count] * count, average).eval()
+    try:
+        with evaluating(together):
+            together(*task.example_inputs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise InputError(f"the models cannot be run side by side: {first_line(error)}") from None
+    return FusionResult(together)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nafi.fusion.clients import Array
-from nafi.fusion.merge import weights_of
+from nafi.fusion.merge import bias_of, weights_of
 from nafi.fusion.networks import Networks
 from nafi.graph.lift import Placements, consumed_axes, lift_block
 from nafi.graph.neurons import Role, Stretch, rows_first, stretches
@@ -23,6 +23,8 @@ from nafi.graph.spec import ModelSpec, holds_numbers
 
 # Inputs that are always zero say nothing of a column, but no column is left without any weight.
 LEAST_MOMENT = 1e-3
+# Of the weights of linear and convolutional layers, the only ones that have moments.
+INPUT_AXIS = 1
 
 Moments = Mapping[str, Sequence[Array]]
 
@@ -82,6 +84,7 @@ def table(
     neurons: list[Array] = []
     weights: list[list[Array]] = []
     squares: list[list[Array]] = []
+    means: list[list[Array]] = []
     for s, spec in enumerate(networks.specs):
         of_model = [_stretches(networks, spec, group)[k] for k in chosen]
         own = [
@@ -95,10 +98,18 @@ def table(
             ]
         )
         squares.append([np.einsum("jd,jd->d", rows, rows) for rows in own])
-        neurons.append(np.concatenate(own, axis=1) if len(own) > 1 else own[0])
+        means.append([rows.mean(axis=0) for rows in own])
+        neurons.append(np.concatenate(own, axis=1))  # a copy, also of one part alone
+    start = 0
     for place, k in enumerate(chosen):
+        columns = slice(start, start := start + len(weights[0][place]))
         if found[k].tensor in moments:
             _balance([own[place] for own in squares], [own[place] for own in weights])
+        if _is_gain(found[k], networks.spec):
+            # What all neurons have in common, such as gains of one, tells none of them apart.
+            shared = np.mean([own[place] for own in means], axis=0)
+            for matrix in neurons:
+                matrix[:, columns] -= shared
     return _in_parents(networks, group, neurons, [np.concatenate(own) for own in weights])
 
 
@@ -135,8 +146,11 @@ def _in_parents(
 
 
 def _stretches(networks: Networks, spec: ModelSpec, group: str) -> list[Stretch]:
+    """What clients have learnt of a group; buffers only where there is nothing else."""
     state = networks.states[0]
-    return stretches(spec, group, [name for name in spec.axes if holds_numbers(state[name])])
+    numbers = [name for name in spec.axes if holds_numbers(state[name])]
+    learnt = stretches(spec, group, [name for name in numbers if name in networks.learnt])
+    return learnt or stretches(spec, group, numbers)
 
 
 def _lifted(networks: Networks, s: int, stretch: Stretch, placements: Placements) -> Tensor:
@@ -183,9 +197,15 @@ def _along_inputs(moments: Array, name: str, spec: ModelSpec) -> Tensor:
     """Mean squares of a layer's inputs, floored, along the axis that reads them."""
     floored = np.maximum(moments, LEAST_MOMENT * moments.mean())
     form = [1] * len(spec.axes[name])
-    (axis,) = consumed_axes(name, spec)
-    form[axis] = len(floored)
+    form[INPUT_AXIS] = len(floored)
     return torch.from_numpy(floored).reshape(form)
+
+
+def _is_gain(stretch: Stretch, spec: ModelSpec) -> bool:
+    """Whether a column is a number of the neuron by itself and not the bias of its weights."""
+    if stretch.role is not Role.BIAS:
+        return False
+    return all(bias_of(name, spec) != stretch.tensor for name in spec.axes)
 
 
 def _balance(squares: list[Array], weights: list[Array]) -> None:

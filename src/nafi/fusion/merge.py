@@ -16,7 +16,7 @@ from torch import Tensor
 from nafi.errors import InputError
 from nafi.fusion.clients import Array, Clients
 from nafi.fusion.networks import Networks
-from nafi.graph.lift import Placements, lift, lifted_rows, row_axes
+from nafi.graph.lift import Placements, lift, lifted_rows, row_axes, whole_rows
 from nafi.graph.spec import ModelSpec, Place, holds_numbers
 
 
@@ -42,12 +42,12 @@ def merge(
             continue
         sums = _Sums(*[torch.zeros((), dtype=torch.float64)] * 3)
         for s, weight in enumerate(weights_of(clients, name, spec)):
-            sums.add(networks, placements[s], name, s, torch.from_numpy(weight))
+            sums.add(networks, placements[s], name, s, torch.as_tensor(weight))
         mean = sums.mean(neutral=1.0 if name.endswith("running_var") else 0.0)
         if restore_norm and sums.norms.ndim:
             factor = sums.shrinkage(mean)
             mean /= factor
-            bias = _bias_of(name, spec)
+            bias = bias_of(name, spec)
             shrunk |= {bias: factor} if bias is not None else {}
         merged[name] = mean.to(dtype)
     for bias, factor in shrunk.items():
@@ -97,10 +97,12 @@ def _norm(tensor: Tensor, axes: list[int]) -> Tensor:
 def columns_of(name: str, spec: ModelSpec) -> list[int]:
     """The axes along which a tensor's rows run, if its rows are neurons."""
     rows = row_axes(name, spec)
-    return [axis for axis in range(len(spec.axes[name])) if axis not in rows] if rows else []
+    if not rows or not whole_rows(name, spec):
+        return []
+    return [axis for axis in range(len(spec.axes[name])) if axis not in rows]
 
 
-def _bias_of(name: str, spec: ModelSpec) -> str | None:
+def bias_of(name: str, spec: ModelSpec) -> str | None:
     """The tensor that is added to what this one makes, going by its name and its neurons."""
     path, _, attribute = name.rpartition(".")
     bias = f"{path}.{attribute.replace('weight', 'bias')}".removeprefix(".")

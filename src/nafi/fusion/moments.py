@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Array
+from nafi.fusion.features import INPUT_AXIS
 from nafi.fusion.networks import Networks
-from nafi.graph.lift import consumed_axes
-from nafi.graph.trace import evaluating
+from nafi.graph.trace import evaluating, first_line, named_tensors, shared_names
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def input_moments(
-    model: nn.Module, batches: Iterable[Tensor], tensors: Sequence[str] | None = None
+    model: nn.Module, batches: Iterable[Any], tensors: Sequence[str] | None = None
 ) -> dict[str, Array]:
     """Mean square of each input channel of the linear and convolutional layers.
 
-    batches: inputs of the network, without labels
+    batches: inputs of the network, or tuples that begin with them, as a DataLoader gives
     tensors: names of the weights to answer for, such as ["fc1.weight"]; None for all
 
     The result of each client goes to `nafi.fuse(..., input_moments=[...])`.
@@ -44,26 +44,47 @@ def input_moments(
 
         return hook
 
-    handles = []
-    for path, layer in model.named_modules():
-        name = f"{path}.weight".removeprefix(".")
-        plain = isinstance(layer, nn.Linear) or (
-            isinstance(layer, _CONVOLUTIONS) and layer.groups == 1
-        )
-        if plain and (tensors is None or name in tensors):
-            handles.append(layer.register_forward_pre_hook(watch(name)))
-    if not handles:
-        raise InputError("input_moments: the network has no linear or convolutional layer to watch")
+    watched = _layers(model)
+    unknown = [name for name in tensors or [] if name not in watched]
+    if unknown or not watched:
+        known = ", ".join(watched) or "none"
+        raise InputError(f"input_moments: no layer has {', '.join(unknown)}; known: {known}")
+    handles = [
+        layer.register_forward_pre_hook(watch(name))
+        for name, layer in watched.items()
+        if tensors is None or name in tensors
+    ]
     try:
         with evaluating(model):
             for batch in batches:
-                model(batch)
+                # A loader gives inputs with their labels.
+                model(batch[0] if isinstance(batch, list | tuple) else batch)
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise InputError(
+            f"input_moments: the network does not run on a batch: {first_line(error)}; expected "
+            "batches of inputs, or tuples that begin with them"
+        ) from None
     finally:
         for handle in handles:
             handle.remove()
     if not sums:
         raise InputError("input_moments: no batch was given")
     return {name: (total / counts[name]).numpy() for name, total in sums.items()}
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Weight -> the layer that multiplies its inputs with it, for plain weights of its own."""
+    names = named_tensors(model)
+    aliases = shared_names(model)
+    found = {}
+    for path, layer in model.named_modules():
+        name = f"{path}.weight".removeprefix(".")
+        plain = isinstance(layer, nn.Linear) or (
+            isinstance(layer, _CONVOLUTIONS) and layer.groups == 1
+        )
+        if plain and name in names and name not in {*aliases, *aliases.values()}:
+            found[name] = layer
+    return found
 
 
 def check_moments(
@@ -83,13 +104,13 @@ def check_moments(
             raise InputError(f"input_moments of {label}: found other tensors than in the first")
         for name, values in moments.items():
             spec = networks.specs[s]
-            axes = consumed_axes(name, spec) if name in spec.axes else []
-            if len(axes) != 1:
+            if len(spec.axes.get(name, ())) <= INPUT_AXIS:
                 raise InputError(
-                    f"input_moments of {label}: {name} is not a weight that reads one input"
+                    f"input_moments of {label}: {name} is no weight of a linear or convolutional "
+                    "layer; nafi.input_moments says which have moments"
                 )
             array = np.asarray(values, dtype=np.float64)
-            size = spec.shape(name)[axes[0]]
+            size = spec.shape(name)[INPUT_AXIS]
             if array.shape != (size,) or not np.isfinite(array).all() or (array < 0).any():
                 raise InputError(
                     f"input_moments of {label}: {name} needs {size} numbers of at least 0, one for "

@@ -33,6 +33,7 @@ class Networks:
     architecture: the spec of the original, normalisation included
     specs, states: of each client, folded; they differ in widths only
     batchnorm: "attach" to put normalisation back into the result, "fold" to leave it folded
+    learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
     """
 
     clients: Clients
@@ -42,6 +43,7 @@ class Networks:
     specs: tuple[ModelSpec, ...]
     states: tuple[Mapping[str, Tensor], ...]
     batchnorm: str
+    learnt: frozenset[str]
 
     @property
     def spec(self) -> ModelSpec:
@@ -118,6 +120,7 @@ def prepare(
         tuple(fitted for _, fitted in folded),
         tuple(states),
         batchnorm,
+        frozenset(name for name, _ in folded[0][0].named_parameters(remove_duplicate=False)),
     )
 
 

@@ -13,8 +13,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from nafi.errors import InputError
-from nafi.fusion.base import FusionResult, Task, fuser
+from nafi.fusion.base import FusionResult, Task, check_switch, check_whole, fuser
 from nafi.fusion.clients import Array
 from nafi.fusion.features import real_rows
 from nafi.fusion.heads import pair_heads
@@ -36,8 +35,8 @@ def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> Fusio
 
     sweeps: most passes over the models, and over the groups within each
     """
-    if sweeps < 1:
-        raise InputError(f"sweeps: found {sweeps}, expected at least 1")
+    check_whole(sweeps, "sweeps", 1)
+    check_switch(restore_norm, "restore_norm")
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()
     networks.check_equal_widths("rebasin")
     start = align(networks, networks.ranking[0], "sqeuclidean", _one_to_one, task.progress)

@@ -13,7 +13,7 @@ import torch
 from scipy.spatial.distance import cdist
 
 from nafi.errors import InputError, NafiError
-from nafi.fusion.base import FusionResult, Progress, Task, fuser
+from nafi.fusion.base import FusionResult, Progress, Task, check_switch, check_whole, fuser
 from nafi.fusion.bayesian import next_group
 from nafi.fusion.clients import Array
 from nafi.fusion.heads import comparable
@@ -45,8 +45,9 @@ def ot(
     metric: the ground cost between neurons: euclidean, sqeuclidean or cosine
     """
     solver = _emd()
-    if reference is not None and not 0 <= reference < len(task.clients):
-        raise InputError(f"reference: found {reference}, expected 0 to {len(task.clients) - 1}")
+    if reference is not None:
+        check_whole(reference, "reference", 0, len(task.clients) - 1)
+    check_switch(restore_norm, "restore_norm")
     if metric not in METRICS:
         raise InputError(f"metric: found {metric!r}, expected one of {', '.join(METRICS)}")
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()

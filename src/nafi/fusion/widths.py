@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from math import isfinite
 from numbers import Integral, Real
 
 from nafi.errors import InputError, SpecError
@@ -52,7 +53,7 @@ def _limit(given: int | float | None, name: str, local: list[int]) -> int:
     widest = max(local)
     if given is None:
         return sum(local)
-    if isinstance(given, bool) or not isinstance(given, Real):
+    if isinstance(given, bool) or not isinstance(given, Real) or not isfinite(given):
         raise InputError(f"max_width: found {given!r}, expected a number, or numbers by group")
     limit = int(given) if isinstance(given, Integral) else int(float(given) * widest + 1e-9)
     if limit < widest:

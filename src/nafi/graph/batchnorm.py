@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +57,8 @@ def attach_batchnorm(
     """A copy with a normalisation in place of every folded one, so that training can go on.
 
     Mean 0, variance 1 - eps, scale 1, shift 0: nothing changes in eval mode. Where the layer of the
-    network `like`, from before folding, had no bias, the bias goes into the shift, so that the copy
-    has the tensors of that network again.
+    network `like`, from before folding, had no bias, the bias goes into the normalisation, so that
+    the copy has the tensors of that network again.
     """
     twin = copy.deepcopy(model)
     axes = dict(spec.axes)
@@ -66,16 +67,11 @@ def attach_batchnorm(
         bias = getattr(layer, "bias", None)
         if not isinstance(bias, Tensor):
             raise SpecError(f"{layer_name} has no bias, so nothing was folded into it")
-        norm = _norm_after(layer, bias)
-        if like is not None:
-            before = like.get_submodule(norm_name)
-            norm.eps, norm.momentum = before.eps, before.momentum  # type: ignore[assignment]
-            if like.get_submodule(layer_name).bias is None:
-                with torch.no_grad():
-                    norm.bias.copy_(bias)
-                layer.register_parameter("bias", None)
-        assert norm.running_var is not None
-        norm.running_var.sub_(norm.eps)  # with mean 0, scale 1: nothing changes in eval mode
+        before = like.get_submodule(norm_name) if like is not None else None
+        norm = _norm_after(layer, bias, before)
+        if like is not None and like.get_submodule(layer_name).bias is None:
+            _shift_by(norm, bias)
+            layer.register_parameter("bias", None)
         _replace(twin, twin.get_submodule(norm_name), norm)
         for name, tensor in norm.state_dict().items():
             axes[f"{norm_name}.{name}"] = axes[f"{layer_name}.bias"] if tensor.ndim else ()
@@ -127,15 +123,33 @@ def _scaled_outputs(layer: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
     return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
 
 
-def _norm_after(layer: nn.Module, like: Tensor) -> nn.modules.batchnorm._BatchNorm:
+def _norm_after(
+    layer: nn.Module, bias: Tensor, before: nn.Module | None
+) -> nn.modules.batchnorm._BatchNorm:
+    """A normalisation that changes nothing in eval mode, in other ways like the one before."""
     kind: type[nn.modules.batchnorm._BatchNorm] = nn.BatchNorm2d
     if isinstance(layer, _ONE_DIMENSIONAL):
         kind = nn.BatchNorm1d
     elif isinstance(layer, _THREE_DIMENSIONAL):
         kind = nn.BatchNorm3d
-    norm = kind(len(like), device=like.device, dtype=like.dtype)
+    options: dict[str, Any] = {"device": bias.device, "dtype": bias.dtype}
+    if isinstance(before, nn.modules.batchnorm._BatchNorm):
+        options |= {"eps": before.eps, "momentum": before.momentum, "affine": before.affine}
+    norm = kind(len(bias), **options)
+    assert norm.running_var is not None
+    norm.running_var.sub_(norm.eps)
     norm.train(layer.training)
     return norm
+
+
+def _shift_by(norm: nn.modules.batchnorm._BatchNorm, bias: Tensor) -> None:
+    """Let the normalisation add a bias: by its shift, or by its mean if it has none."""
+    with torch.no_grad():
+        if norm.affine:
+            norm.bias.copy_(bias)
+        else:
+            assert norm.running_mean is not None
+            norm.running_mean.copy_(-bias)
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -123,6 +123,8 @@ def lifted_rows(name: str, spec: ModelSpec, placements: Placements) -> Tensor:
     """
     rows = row_axes(name, spec)
     axes = [axis if i in rows else (Segment(()),) for i, axis in enumerate(spec.axes[name])]
+    if not whole_rows(name, spec):
+        axes = list(spec.axes[name])
     shape = [sum(segment.size(spec.widths) for segment in axis) for axis in axes]
     return _lifted(torch.ones(shape), axes, (), spec, placements)
 
@@ -139,6 +141,17 @@ def row_axes(name: str, spec: ModelSpec) -> list[int]:
         for index, axis in enumerate(spec.axes[name])
         if Place(name, index) not in spec.consumed and any(segment.groups for segment in axis)
     ]
+
+
+def whole_rows(name: str, spec: ModelSpec) -> bool:
+    """Whether every parent of a tensor's rows is among the rows, too.
+
+    A transposed convolution in groups has the parent on the axis that it reads.
+    """
+    held = {
+        g for i in row_axes(name, spec) for segment in spec.axes[name][i] for g in segment.groups
+    }
+    return all(spec.groups[group].parent in {None, *held} for group in held)
 
 
 def _lifted(

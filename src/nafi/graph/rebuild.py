@@ -183,6 +183,8 @@ def _update_convolution(
 
 
 def _update_recurrent(module: nn.RNNBase, path: str) -> None:
+    if module.proj_size:
+        return  # its groups are not known, so nothing of it has changed
     weights = dict(module.named_parameters())
     hidden = {w.shape[1] for name, w in weights.items() if name.startswith("weight_hh")}
     if len(hidden) > 1:

@@ -1,0 +1,77 @@
+"""Simulating clients: all of a trial at once against one after the other.
+
+`make bench` prints a table in Markdown; needs MNIST (NAFI_DATA, or a download). Both ways use the
+same cores in the same run; the ratio is what to compare.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nafi.experiments.data import Samples, mnist
+from nafi.experiments.models import MLP, draw_weights
+from nafi.experiments.partition import dirichlet_partition
+from nafi.experiments.training import Training, train_clients
+
+CLIENTS = 30
+TRAINING = Training(epochs=4)
+
+
+def one_after_the_other(models: list[nn.Module], data: list[Samples]) -> list[nn.Module]:
+    """The loop that everybody writes."""
+    trained = []
+    for model, samples in zip(models, data, strict=True):
+        model = copy.deepcopy(model)
+        optimiser = torch.optim.Adam(
+            model.parameters(), lr=TRAINING.rate, weight_decay=TRAINING.decay, amsgrad=True
+        )
+        for _ in range(TRAINING.epochs):
+            for index in torch.randperm(len(samples)).split(TRAINING.batch):
+                optimiser.zero_grad()
+                F.cross_entropy(model(samples.inputs[index]), samples.labels[index]).backward()
+                optimiser.step()
+        trained.append(model)
+    return trained
+
+
+def mean_accuracy(models: list[nn.Module], samples: Samples) -> float:
+    with torch.no_grad():
+        found = [(m(samples.inputs).argmax(1) == samples.labels).double().mean() for m in models]
+    return 100 * float(np.mean(found))
+
+
+def main() -> None:
+    data = mnist()
+    parts = dirichlet_partition(data.train.labels.numpy(), CLIENTS, 0.5, np.random.default_rng(0))
+    samples = [data.train[part] for part in parts]
+    print(f"{torch.get_num_threads()} threads of {os.cpu_count()} cores\n")
+    print(
+        f"| {CLIENTS} clients, {TRAINING.epochs} epochs | loop, s | at once, s | ratio | target |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    for hidden in (1, 2):
+        models: list[nn.Module] = [
+            draw_weights(MLP([784, *[100] * hidden, 10]), torch.Generator().manual_seed(s))
+            for s in range(CLIENTS)
+        ]
+        train_clients(models[:2], [s[:64] for s in samples[:2]], TRAINING, 0)  # sets vmap up once
+        start = time.perf_counter()
+        together = train_clients(models, samples, TRAINING, 0)
+        middle = time.perf_counter()
+        apart = one_after_the_other(models, samples)
+        end = time.perf_counter()
+        gap = abs(mean_accuracy(together, data.test) - mean_accuracy(apart, data.test))
+        assert gap < 3, f"the two do not train alike: {gap:.1f} points"
+        loop, at_once = end - middle, middle - start
+        print(f"| {hidden} hidden | {loop:.1f} | {at_once:.1f} | {at_once / loop:.2f} | 0.5 |")
+
+
+if __name__ == "__main__":
+    main()
