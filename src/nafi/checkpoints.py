@@ -8,8 +8,10 @@ its name and what to do; files are written whole or not at all.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nafi.errors import CheckpointError, InputError, SpecError, few
-from nafi.factories import load_factory, resolve_inputs
+from nafi.factories import called, load_factory, resolve_inputs
 from nafi.files import atomic_path
-from nafi.fusion import FusionResult
+from nafi.fusion import FusionResult, FusionWarning
 from nafi.graph.batchnorm import fold_batchnorm
 from nafi.graph.groups import groups
 from nafi.graph.rebuild import rebuild
@@ -32,6 +34,7 @@ from nafi.version import __version__
 _KEY = "nafi"
 # What people call the weights inside of a file that holds more than them.
 _NESTED = ("state_dict", "model_state_dict", "model")
+_WRAPPERS = ("_orig_mod.", "module.")
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,10 @@ def save(
         raise InputError(f"model: found {type(network).__name__}, expected a network")
     if result is not None and result.diagnostics.get("method") == "ensemble":
         raise InputError("an ensemble is several models, not one; save each of them instead")
+    if factory is not None and (not isinstance(factory, str) or ":" not in factory):
+        raise InputError(f"factory: found {factory!r}, expected 'package.module:function'")
+    counts = None if class_counts is None else _numbers(class_counts, "class_counts")
+    count = None if sample_count is None else _numbers([sample_count], "sample_count")[0]
     aliases = shared_names(network)
     state = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -103,13 +110,23 @@ def save(
         spec=spec.to_dict() if spec is not None else None,
         folded=bool(result is not None and result.spec is not None and result.spec.folded),
         inputs=_described(inputs),
-        class_counts=None if class_counts is None else [float(n) for n in class_counts],
-        sample_count=None if sample_count is None else float(sample_count),
+        class_counts=counts,
+        sample_count=count,
         aliases=aliases or None,
     )
     told = {key: value for key, value in asdict(manifest).items() if value is not None}
     with atomic_path(target) as partial:
         save_file(state, partial, metadata={_KEY: json.dumps(told)})
+
+
+def _numbers(values: Sequence[float], name: str) -> list[float]:
+    try:
+        numbers = [float(value) for value in values]
+    except (TypeError, ValueError):
+        raise InputError(f"{name}: found {values!r}, expected numbers") from None
+    if not all(0 <= number < inf for number in numbers):
+        raise InputError(f"{name}: found {values!r}, expected numbers of at least 0")
+    return numbers
 
 
 def load(path: str | Path, factory: str | Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -126,7 +143,7 @@ def load(path: str | Path, factory: str | Callable[[], nn.Module] | None = None)
         model, found = load_factory(name)
         inputs = manifest.example_inputs() or (resolve_inputs([], found) if found else None)
     else:
-        model, inputs = name(), manifest.example_inputs()
+        model, inputs = called(name), manifest.example_inputs()
     return restore(model, state, manifest, inputs, str(path))
 
 
@@ -182,14 +199,33 @@ def load_clients(
         restore(load_factory(name)[0], state, manifest, inputs, str(path))
         for path, (state, manifest) in zip(paths, found, strict=True)
     ]
-    classes = [m.class_counts for _, m in found]
-    samples = [m.sample_count for _, m in found]
     return ClientFiles(
         models,
-        inputs,
+        _like_weights(inputs, models[0]),
         name,
-        [list(c) for c in classes if c] if all(classes) else None,
-        [n for n in samples if n is not None] if None not in samples else None,
+        _of_all(paths, [m.class_counts for _, m in found], "class counts"),
+        _of_all(paths, [m.sample_count for _, m in found], "sample counts"),
+    )
+
+
+def _of_all(paths: Sequence[str | Path], values: list[Any], what: str) -> list[Any] | None:
+    """What all files say, or nothing, with a warning if only some say it."""
+    missing = [str(path) for path, value in zip(paths, values, strict=True) if value is None]
+    if missing and len(missing) < len(values):
+        has = "have" if len(missing) > 1 else "has"
+        text = f"the {what} of other files are not used, since {few(missing)} {has} none"
+        warnings.warn(text, FusionWarning, stacklevel=3)
+    return None if missing else values
+
+
+def _like_weights(inputs: Inputs, model: nn.Module) -> Inputs:
+    """Inputs in the precision of the network's weights."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(kinds) != 1:
+        return inputs
+    kind = kinds.pop()
+    return tuple(
+        x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
     )
 
 
@@ -242,7 +278,7 @@ def _resized(
         if manifest.folded:
             model, spec = fold_batchnorm(model, spec)
         widths = spec.fitted(state).widths
-        return rebuild(model, spec, widths, example_inputs)
+        return rebuild(model, spec, widths, _like_weights(example_inputs, model))
     except SpecError as error:
         raise CheckpointError(f"{label} is not a checkpoint of this network: {error}") from None
 
@@ -259,6 +295,14 @@ def _check_keys(
             f"{label} is not a checkpoint of this network: it {' and '.join(told)}; "
             "is the factory the right one?"
         )
+
+
+def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names as the network has them, without what DataParallel or torch.compile put before them."""
+    for prefix in _WRAPPERS:
+        if state and all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    return state
 
 
 def _described(inputs: Inputs | None) -> list[Any] | None:
@@ -281,17 +325,16 @@ def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], Manifest]:
         manifest = Manifest(**json.loads(told)) if told else Manifest()
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{file} has a manifest that cannot be read: {error}") from None
-    return state, manifest
+    return _unwrapped(state), manifest
 
 
 def _read_torch(file: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch finds wrong with the file
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{file} cannot be read with weights_only=True: {first[:160]}; save "
-            "model.state_dict() instead, nothing else is ever unpickled"
+            f"{file} cannot be read with weights_only=True ({type(error).__name__}): it is cut off "
+            "or holds more than tensors; save model.state_dict(), nothing else is ever unpickled"
         ) from None
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -304,4 +347,4 @@ def _read_torch(file: Path) -> dict[str, Tensor]:
                 f"{file}: {name} is {type(value).__name__}, expected tensors only; save "
                 "model.state_dict()"
             )
-    return {name: value.detach() for name, value in content.items()}
+    return _unwrapped({name: value.detach() for name, value in content.items()})

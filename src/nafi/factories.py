@@ -23,29 +23,34 @@ def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
     module_name, _, factory_name = name.partition(":")
     if not module_name or not factory_name or module_name.endswith(".py"):
         hint = f"; write {module_name[:-3]}:{factory_name}" if module_name.endswith(".py") else ""
-        raise InputError(f"--model: found {name!r}, expected package.module:factory{hint}")
+        raise InputError(f"factory: found {name!r}, expected package.module:factory{hint}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise InputError(
-            f"--model: cannot import {module_name}: {type(error).__name__}: {error} (it is looked "
+            f"cannot import {module_name}: {type(error).__name__}: {error} (it is looked "
             "for in the current folder and among installed packages)"
         ) from error
     factory = getattr(module, factory_name, None)
     if not callable(factory):
-        raise InputError(f"--model: {module_name} has no function or class {factory_name!r}")
+        raise InputError(f"{module_name} has no function or class {factory_name!r}")
+    return called(factory, name), getattr(module, "example_inputs", None)
+
+
+def called(factory: Callable[[], Any], name: str = "factory") -> nn.Module:
+    """The network that a factory makes."""
     try:
         model = factory()
     except Exception as error:
         raise InputError(
-            f"--model: {name}() failed: {type(error).__name__}: {error}; the factory is called "
-            "without arguments"
+            f"{name}() failed: {type(error).__name__}: {error}; the factory is called without "
+            "arguments"
         ) from error
     if not isinstance(model, nn.Module):
-        raise InputError(f"--model: {name}() returned {type(model).__name__}, expected nn.Module")
-    return model, getattr(module, "example_inputs", None)
+        raise InputError(f"{name}() returned {type(model).__name__}, expected nn.Module")
+    return model
 
 
 def resolve_inputs(

@@ -222,7 +222,7 @@ def test_input_moments_silence_inputs_that_are_always_zero() -> None:
         ([{"layers.0.weight": np.ones(3)}] * 5, "needs 8 numbers"),
         ([{"layers.0.weight": -np.ones(8)}] * 5, "at least 0"),
         ([{"layers.0.weight": np.zeros(8)}] * 5, "are zero"),
-        ([{"layers.0.bias": np.ones(12)}] * 5, "not a weight"),
+        ([{"layers.0.bias": np.ones(12)}] * 5, "no weight of a linear"),
         ([{"layers.0.weight": np.ones(8)}] * 4 + [{}], "other tensors"),
     ],
 )

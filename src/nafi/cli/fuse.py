@@ -58,11 +58,14 @@ def fuse(
     from nafi.checkpoints import load_clients, save
     from nafi.files import check_writable, read_json
     from nafi.fusion import fuse as fuse_models
+    from nafi.fusion.base import fuser_named
 
     for target in filter(None, [out, report]):
         check_writable(target, force)
     options = _method_options(penalty, evidence, max_width, option or [])
-    files = load_clients(checkpoints, model, input_shape or [])
+    fuser_named(method, options)  # before any file is read
+    with told_warnings():
+        files = load_clients(checkpoints, model, input_shape or [])
     counts = read_json(class_counts) if class_counts is not None else files.class_counts
     with told_warnings(), progress_bar(as_json) as progress:
         result = fuse_models(

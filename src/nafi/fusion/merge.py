@@ -8,7 +8,7 @@ as a true zero: the client's function has no such path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,11 +40,11 @@ def merge(
         if not holds_numbers(networks.states[0][name]):
             merged[name] = _first_owner(networks, placements, name)
             continue
-        sums = _Sums(*[torch.zeros((), dtype=torch.float64)] * 3)
+        sums = _Sums()
         for s, weight in enumerate(weights_of(clients, name, spec)):
             sums.add(networks, placements[s], name, s, torch.as_tensor(weight))
         mean = sums.mean(neutral=1.0 if name.endswith("running_var") else 0.0)
-        if restore_norm and sums.norms.ndim:
+        if restore_norm and sums.rest:
             factor = sums.shrinkage(mean)
             mean /= factor
             bias = bias_of(name, spec)
@@ -60,9 +60,10 @@ def merge(
 class _Sums:
     """Weighted sums over clients of one tensor, of who owns its rows, and of the rows' norms."""
 
-    values: Tensor
-    owners: Tensor
-    norms: Tensor
+    values: Tensor | None = None
+    owners: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    norms: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    rest: list[int] = field(default_factory=list)
 
     def add(
         self, networks: Networks, placements: Placements, name: str, index: int, weight: Tensor
@@ -74,12 +75,13 @@ class _Sums:
         if rest:
             self.norms = self.norms + weight * _norm(lifted, rest)
         lifted *= weight
-        self.values = lifted if self.values.ndim == 0 else self.values.add_(lifted)
+        self.values = lifted if self.values is None else self.values.add_(lifted)
         self.owners = self.owners + weight * lifted_rows(name, spec, placements)
         self.rest = rest
 
     def mean(self, neutral: float) -> Tensor:
         owned = self.owners > 0
+        assert self.values is not None
         found = self.values.div_(torch.where(owned, self.owners, 1.0))
         return torch.where(owned, found, neutral) if neutral else found
 
