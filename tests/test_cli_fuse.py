@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 
 import nafi
 from nafi.cli import main
+from tests.pages import Page
 from tests.test_cli import run
 
 NETWORKS = """
@@ -80,24 +80,10 @@ def test_a_fused_file_runs_at_its_new_widths(folder: Path, monkeypatch: pytest.M
     for group, width in direct.widths.items():
         assert re.search(rf"│ {group} .*│ +{width} │", out), out
     assert 'nafi.load("g.safetensors")' in out
-    page = Page()
-    page.feed((folder / "page.html").read_text())
-    assert page.cells["td"] == 7 * len(widths)
-    assert page.cells["svg"] == len(widths)
-    assert page.addresses == []
-
-
-class Page(HTMLParser):
-    """Counts tags and collects what the page would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells: dict[str, int] = {}
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.cells[tag] = self.cells.get(tag, 0) + 1
-        self.addresses += [str(v) for k, v in attrs if k in ("src", "href")]
+    page = Page((folder / "page.html").read_text())
+    assert page.tags["td"] == 7 * len(widths)
+    assert page.tags["svg"] == len(widths)
+    assert page.fetched == []
 
 
 def test_json_and_options(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from nafi.reports.records import (
     paper_table,
     width_table,
 )
+from tests.pages import Page
 
 
 def record(method: str, trial: int, test: float, **more: Any) -> dict[str, Any]:
@@ -75,21 +75,6 @@ def test_widths_and_the_paper() -> None:
     assert paper_mnist()[10, 3]["nafi"] == (72.04, 4.75)
 
 
-class Tags(HTMLParser):
-    """Counts tags, and collects what a browser would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-        self.fetched: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.counts[tag] = self.counts.get(tag, 0) + 1
-        self.fetched += [
-            str(v) for k, v in attrs if k in ("src", "href") and not str(v).startswith("#")
-        ]
-
-
 def runs() -> dict[str, list[dict[str, Any]]]:
     """Records of all kinds of experiments."""
     size = [
@@ -126,12 +111,11 @@ def test_a_page_is_whole(tmp_path: Path) -> None:
     found = sections(runs())
     write_page(tmp_path / "r.html", found)
     text = (tmp_path / "r.html").read_text()
-    tags = Tags()
-    tags.feed(text)
-    assert tags.counts["section"] == 4
-    assert tags.counts["svg"] == 3
-    assert tags.counts["table"] == sum(len(section.tables) for section in found)
-    assert tags.fetched == []
+    page = Page(text)
+    assert page.tags["section"] == 4
+    assert page.tags["svg"] == 3
+    assert page.tags["table"] == sum(len(section.tables) for section in found)
+    assert page.fetched == []
     assert "A &amp; B" in text
     assert '<td class="best">92.00 ± 2.83</td>' in text
     size = next(s for s in found if s.command.startswith("nafi run mnist-size"))

@@ -41,8 +41,10 @@ _ORDER = (
     "fedprox",
     "ot",
     "rebasin",
+    "pfnm-public",
     "pfnm-topdown",
     "pfnm",
+    "nafi-untuned",
     "nafi",
     "ensemble",
 )
