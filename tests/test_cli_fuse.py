@@ -155,6 +155,8 @@ def spoil(folder: Path, what: str) -> list[str]:
             options["--out"] = "no/g.safetensors"
         case "exists":
             (folder / "g.safetensors").write_text("mine")
+        case "itself":
+            return ["fuse", *files, "--model", "networks:net", "--out", files[0], "--force"]
         case "method":
             options["--method"] = "magic"
         case "ensemble":
@@ -186,6 +188,7 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("factory other", r"a\.safetensors is not a checkpoint of this network"),
         ("folder", r"the folder no does not exist"),
         ("exists", r"g\.safetensors exists already.*--force"),
+        ("itself", r"a\.safetensors is one of the checkpoints"),
         ("method", r"found 'magic', expected one of"),
         ("ensemble", r"several models"),
         ("width", r"--max-width: found '3y'"),

@@ -62,6 +62,8 @@ def fuse(
 
     for target in filter(None, [out, report]):
         check_writable(target, force)
+    if out.resolve() in [path.resolve() for path in checkpoints]:
+        raise InputError(f"--out: {out} is one of the checkpoints; give another name")
     options = _method_options(penalty, evidence, max_width, option or [])
     fuser_named(method, options)  # before any file is read
     with told_warnings():
