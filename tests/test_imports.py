@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "graph": set(),
     "fusion": {"matching", "graph"},
     "federated": {"fusion", "graph", "matching"},
-    "experiments": {"federated", "fusion", "graph", "matching"},
+    "experiments": {"federated", "fusion", "graph", "matching", "files"},
     "reports": {"graph", "files"},
     "checkpoints": {"fusion", "graph", "factories", "files"},
     "factories": set(),
