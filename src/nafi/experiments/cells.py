@@ -85,7 +85,7 @@ def run_cell(cell: Cell) -> Record:
         "fuse_seconds": best["seconds"],
         "candidates": tried,
         "seconds": round(time.perf_counter() - start, 3),
-        "config": cell.experiment.model_dump(exclude={"methods", "clients", "hidden", "trials"}),
+        "config": cell.experiment.settings(),
         "versions": {
             "nafi": __version__,
             "torch": torch.__version__,

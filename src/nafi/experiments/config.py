@@ -78,6 +78,10 @@ class Experiment(_Strict):
     training: TrainingConfig = TrainingConfig()
     methods: list[MethodConfig] = Field(min_length=1)
 
+    def settings(self) -> dict[str, Any]:
+        """What all cells have in common; records of other settings are not to be mixed."""
+        return self.model_dump(exclude={"methods", "clients", "hidden", "trials"})
+
 
 def experiment_names() -> list[str]:
     """The experiments that come with nafi."""

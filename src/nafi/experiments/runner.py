@@ -95,7 +95,7 @@ def _finished(experiment: Experiment, file: Path, resume: bool) -> dict[tuple[An
     if not resume:
         raise InputError(f"{file} exists already: --resume to go on with it, or another --out")
     records = read_records(file)
-    expected = json.loads(json.dumps(_config(experiment)))
+    expected = json.loads(json.dumps(experiment.settings()))
     for number, record in enumerate(records, start=1):
         if record.get("experiment") != experiment.name or record.get("config") != expected:
             raise InputError(
@@ -106,10 +106,6 @@ def _finished(experiment: Experiment, file: Path, resume: bool) -> dict[tuple[An
     if text != file.read_text(encoding="utf-8"):
         file.write_text(text, encoding="utf-8")
     return {(r["trial"], r["clients"], r["hidden"], r["method"]): r for r in records}
-
-
-def _config(experiment: Experiment) -> dict[str, Any]:
-    return experiment.model_dump(exclude={"methods", "clients", "hidden", "trials"})
 
 
 def _untrained(todo: Sequence[Cell]) -> list[Description]:
