@@ -16,7 +16,7 @@ from torch import nn
 
 import nafi
 from nafi.experiments.models import MLP, draw_weights
-from nafi.fusion import bayesian
+from nafi.fusion import descent
 
 
 class Stopwatch:
@@ -60,12 +60,12 @@ def thirty_models() -> None:
     print("| 30 models, 784-100-10 | seconds | in nafi.match | ratio | target |")
     print("| --- | --- | --- | --- | --- |")
     for method in ("nafi", "pfnm"):
-        watch, plain = Stopwatch(), bayesian.match
-        bayesian.match = watch.around(plain)
+        watch, plain = Stopwatch(), descent.match
+        descent.match = watch.around(plain)
         start = time.perf_counter()
         found = nafi.fuse(models, inputs, method=method, class_counts=counts)
         seconds = time.perf_counter() - start
-        bayesian.match = plain
+        descent.match = plain
         width = found.widths["layers.0"]
         print(
             f"| {method}, {width} neurons | {seconds:.2f} | {watch.seconds:.2f} "

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nafi.experiments.data import Samples, mnist
+from nafi.experiments.data import mnist
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import dirichlet_partition
 from nafi.experiments.training import Training, train_clients
+from nafi.federated.samples import Samples
 
 CLIENTS = 30
 TRAINING = Training(epochs=4)

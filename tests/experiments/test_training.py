@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from nafi.errors import InputError
-from nafi.experiments.data import Samples, digits
+from nafi.experiments.data import digits
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.training import Training, train_clients
+from nafi.federated.samples import Samples
 
 
 def alone(model: nn.Module, data: Samples, training: Training, seed: int, place: int) -> nn.Module:

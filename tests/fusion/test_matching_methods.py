@@ -13,8 +13,8 @@ from torch import nn
 import nafi
 from nafi.errors import InputError, NafiError
 from nafi.fusion import FusionWarning
-from nafi.fusion.bayesian import next_group
 from nafi.fusion.clients import check_clients
+from nafi.fusion.descent import next_group
 from nafi.fusion.features import table
 from nafi.fusion.networks import prepare
 from nafi.graph import groups

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import nafi
-from nafi.experiments.data import Dataset, Samples, mnist
+from nafi.experiments.data import Dataset, mnist
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import Training, train_clients
+from nafi.federated.samples import Samples
 
 pytestmark = pytest.mark.usefixtures("real_data")
 

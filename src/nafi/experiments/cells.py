@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from nafi.experiments.config import Experiment, MethodConfig
-from nafi.experiments.data import Samples
 from nafi.experiments.populations import Description, Population, describe, population
+from nafi.federated.samples import Samples
 from nafi.fusion import FUSERS, fuse
 from nafi.graph import ModelSpec, groups
 from nafi.version import __version__

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -25,6 +26,29 @@ class MLP(nn.Module):
             x = layer(x).relu()
         last: Tensor = self.layers[-1](x)
         return last
+
+
+class ConvNet(nn.Module):
+    """The paper's CIFAR-10 network: two convolutions with pooling, three fully connected layers.
+
+    widths: filters of both convolutions, then units of both hidden layers
+    """
+
+    def __init__(self, widths: Sequence[int] = (6, 16, 120, 84), classes: int = 10) -> None:
+        super().__init__()
+        first, second, third, fourth = widths
+        self.conv1 = nn.Conv2d(3, first, 5)
+        self.conv2 = nn.Conv2d(first, second, 5)
+        self.fc1 = nn.Linear(second * 5 * 5, third)
+        self.fc2 = nn.Linear(third, fourth)
+        self.fc3 = nn.Linear(fourth, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Pooled first: the same, and less to compare with zero.
+        x = F.max_pool2d(self.conv1(x), 2).relu()
+        x = F.max_pool2d(self.conv2(x), 2).relu().flatten(1)
+        found: Tensor = self.fc3(self.fc2(self.fc1(x).relu()).relu())
+        return found
 
 
 def draw_weights(model: nn.Module, generator: torch.Generator, deviation: float = 0.1) -> nn.Module:

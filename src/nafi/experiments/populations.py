@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nafi.experiments.config import Experiment, Start
-from nafi.experiments.data import Dataset, Samples, digits, mnist
+from nafi.experiments.data import Dataset, digits, mnist
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import Training, train_clients
+from nafi.federated.samples import Samples
 from nafi.files import atomic_path
 
 # Changes whenever the same description would give other models.

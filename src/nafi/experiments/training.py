@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from nafi.errors import InputError
-from nafi.experiments.data import Samples
+from nafi.federated.samples import Samples
 
 Parameters = dict[str, Tensor]
 

@@ -7,7 +7,7 @@ as a true zero: the client's function has no such path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,13 +21,18 @@ from nafi.graph.spec import ModelSpec, Place, holds_numbers
 
 
 def merge(
-    networks: Networks, placements: Sequence[Placements], *, restore_norm: bool
+    networks: Networks,
+    placements: Sequence[Placements],
+    *,
+    restore_norm: bool,
+    names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """Average all clients' tensors where their neurons went.
 
     Tensors that end in the classes are weighted by class shares, all others by model weights.
     restore_norm: scale every merged neuron's incoming weights, and the bias that goes with them, so
         that their norm is the mean norm of its members: averaging vectors that differ shrinks them.
+    names: the tensors to average; all of them by default
 
     Cost: every tensor once for each client; memory: a few copies of the largest tensor.
     """
@@ -35,7 +40,7 @@ def merge(
     check_classes(clients, spec)
     merged: dict[str, Tensor] = {}
     shrunk: dict[str, Tensor] = {}
-    for name in spec.axes:
+    for name in spec.axes if names is None else names:
         dtype = networks.states[0][name].dtype
         if not holds_numbers(networks.states[0][name]):
             merged[name] = _first_owner(networks, placements, name)
@@ -51,6 +56,8 @@ def merge(
             shrunk |= {bias: factor} if bias is not None else {}
         merged[name] = mean.to(dtype)
     for bias, factor in shrunk.items():
+        if bias not in merged:
+            continue
         scaled = merged[bias] / factor.reshape(merged[bias].shape)
         merged[bias] = scaled.to(merged[bias].dtype)
     return merged

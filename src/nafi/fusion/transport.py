@@ -14,8 +14,8 @@ from scipy.spatial.distance import cdist
 
 from nafi.errors import InputError, NafiError
 from nafi.fusion.base import FusionResult, Progress, Task, check_switch, check_whole, fuser
-from nafi.fusion.bayesian import next_group
 from nafi.fusion.clients import Array
+from nafi.fusion.descent import next_group
 from nafi.fusion.heads import comparable
 from nafi.fusion.merge import merge
 from nafi.fusion.networks import Networks, prepare

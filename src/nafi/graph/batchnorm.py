@@ -7,6 +7,7 @@ computes what it did (Appendix E of the paper), and so does one whose normalisat
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -25,17 +26,21 @@ _ONE_DIMENSIONAL = (nn.Linear, nn.Conv1d, nn.ConvTranspose1d)
 _THREE_DIMENSIONAL = (nn.Conv3d, nn.ConvTranspose3d)
 
 
-def fold_batchnorm(model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, ModelSpec]:
+def fold_batchnorm(
+    model: nn.Module, spec: ModelSpec, only: Collection[tuple[str, str]] | None = None
+) -> tuple[nn.Module, ModelSpec]:
     """A copy with every batch normalisation that directly follows a layer folded into it.
 
     `W' = W gamma / sqrt(var + eps)`, `b' = (b - mean) gamma / sqrt(var + eps) + beta`, with the
     running statistics; a bias is made where there was none. Returns the network and its spec;
     a normalisation that follows no layer (spec.batchnorms lists those that do) stays.
+    only: fold these (layer, batchnorm) pairs and leave the others.
     """
     spec.check_shapes(named_tensors(model))
     twin = copy.deepcopy(model)
     axes = dict(spec.axes)
-    pairs = [pair for pair in spec.batchnorms if _is_plain(twin, *pair)]
+    wanted = spec.batchnorms if only is None else [p for p in spec.batchnorms if p in only]
+    pairs = [pair for pair in wanted if _is_plain(twin, *pair)]
     dropped: set[str] = set()
     for layer_name, norm_name in pairs:
         layer, norm = twin.get_submodule(layer_name), twin.get_submodule(norm_name)

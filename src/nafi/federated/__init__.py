@@ -1,0 +1,27 @@
+"""Rounds: clients train, the server matches or averages; uses `fusion`."""
+
+from nafi.federated.architecture import Architecture, Form
+from nafi.federated.averaging import FusionRounds
+from nafi.federated.client import Trainer
+from nafi.federated.layerwise import Layerwise
+from nafi.federated.samples import Samples
+from nafi.federated.simulation import Run, simulate
+from nafi.federated.strategy import State, Strategy, Task, Update
+from nafi.federated.training import Training, train
+
+__all__ = [
+    "Architecture",
+    "Form",
+    "FusionRounds",
+    "Layerwise",
+    "Run",
+    "Samples",
+    "State",
+    "Strategy",
+    "Task",
+    "Trainer",
+    "Training",
+    "Update",
+    "simulate",
+    "train",
+]

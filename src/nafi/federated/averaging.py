@@ -1,0 +1,153 @@
+"""Strategies in which every round ends with one model for all.
+
+Hides: which way of fusing a round uses. Promises: fedavg, fedprox, ot, rebasin and
+match-then-average are one strategy that fuses in the first round by one method and after that by
+another; plain averaging holds one update at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nafi.errors import InputError
+from nafi.federated.architecture import Form
+from nafi.federated.strategy import State, Strategy, Task, Update, class_table, plain
+from nafi.fusion import fuse
+from nafi.fusion.merge import class_axis
+from nafi.graph.spec import ModelSpec, holds_numbers
+from nafi.graph.trace import named_tensors
+
+AVERAGE = "fedavg"
+
+
+@dataclass(frozen=True, eq=False)
+class FusionRounds(Strategy):
+    """Clients train the global model, and what they send is fused into the next.
+
+    first, then: methods of `nafi.fuse` for the first round and for all others
+    options: of the method that is not the plain average
+    shared_start: whether all clients start from the same weights; else each draws its own, and the
+        first round must match them
+    class_shares: average the output layer by who has seen which class, and all else by samples
+    """
+
+    first: str = AVERAGE
+    then: str = AVERAGE
+    options: Mapping[str, Any] = field(default_factory=dict)
+    shared_start: bool = True
+    class_shares: bool = False
+
+    def start(self) -> State:
+        form = self.architecture.form
+        shared = self.architecture.drawn(form, self.seed) if self.shared_start else {}
+        return State(0, form, shared)
+
+    def task(self, state: State, client: str) -> Task:
+        return self._task(state, client, state.tensors)
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        method = self.first if state.round == 0 else self.then
+        if method == AVERAGE:
+            _, spec = self.architecture.network(state.form)
+            tensors = average(updates, spec, state.tensors, self.class_shares)
+            return State(state.round + 1, state.form, tensors)
+        return self._fused(state, list(updates), method, self.options)
+
+    def model(self, state: State) -> nn.Module:
+        tensors = state.tensors or self.architecture.drawn(state.form, self.seed)
+        return self.architecture.filled(state.form, tensors).eval()
+
+    def join(self, state: State, update: Update, weight: int) -> State:
+        """Take in a model that a late client trained by itself, from weights of its own.
+
+        Its neurons are matched to those of the global model, which keeps its form and counts as
+        `weight` samples. The round does not change.
+        """
+        if not state.tensors:
+            raise InputError("there is no global model to join before the first round")
+        late = self.architecture.filled(self.architecture.form, update.tensors)
+        options = dict(self.options if self.first == "nafi" else {})
+        found = fuse(
+            [self.model(state), late],
+            self.architecture.example_inputs,
+            method="nafi",
+            sample_counts=[weight, update.samples],
+            seed=self.seed,
+            **{**options, "max_width": dict(state.form.widths)},
+        )
+        return State(state.round, Form(found.widths), _tensors_of(found.model, state.tensors))
+
+    def _fused(
+        self, state: State, updates: list[Update], method: str, options: Mapping[str, Any]
+    ) -> State:
+        models = [self.architecture.filled(state.form, u.tensors) for u in updates]
+        _, spec = self.architecture.network(state.form)
+        if len(models) == 1:
+            return State(state.round + 1, state.form, dict(updates[0].tensors))
+        found = fuse(
+            models,
+            self.architecture.example_inputs,
+            method=method,
+            class_counts=class_table(updates),
+            sample_counts=[u.samples for u in updates],
+            seed=self.seed,
+            spec=spec,
+            names=[f"client {u.client}" for u in updates],
+            **options,
+        )
+        form = Form(found.widths or state.form.widths)
+        return State(state.round + 1, form, _tensors_of(found.model, spec.axes))
+
+
+def _tensors_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    found = named_tensors(model)
+    return plain({name: found[name] for name in names})
+
+
+def average(
+    updates: Iterable[Update], spec: ModelSpec, before: Mapping[str, Tensor], class_shares: bool
+) -> dict[str, Tensor]:
+    """The mean of updates by their samples, one update in memory at a time.
+
+    class_shares: rows of the output layer weigh by the samples of their class instead; a class that
+    nobody has seen keeps the row it had.
+    """
+    taken = iter(updates)
+    first = next(taken, None)
+    if first is None:
+        raise InputError("no updates to average")
+    sums: dict[str, Tensor] = {}
+    totals: dict[str, Tensor] = {}
+    for update in chain([first], taken):
+        for name, tensor in update.tensors.items():
+            if not holds_numbers(tensor):
+                sums.setdefault(name, tensor)
+                continue
+            weight = _weight(update, name, spec, class_shares)
+            wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+            sums[name] = sums[name].add_(wide * weight) if name in sums else wide * weight
+            totals[name] = totals[name] + weight if name in totals else weight
+    mean = {}
+    for name, value in sums.items():
+        if name in totals:
+            known = totals[name] > 0
+            kept = before[name] if name in before else first.tensors[name]
+            value = torch.where(known, value / torch.where(known, totals[name], 1.0), kept)
+        mean[name] = value.to(first.tensors[name].dtype)
+    return mean
+
+
+def _weight(update: Update, name: str, spec: ModelSpec, class_shares: bool) -> Tensor:
+    counts = update.class_counts
+    axis = class_axis(name, spec, len(counts)) if class_shares and counts is not None else None
+    if counts is None or axis is None:
+        return torch.tensor(float(update.samples), dtype=torch.float64)
+    form = [1] * len(spec.axes[name])
+    form[axis] = len(counts)
+    return torch.tensor(counts, dtype=torch.float64).reshape(form)

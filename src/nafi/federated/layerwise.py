@@ -1,0 +1,202 @@
+"""Layer by layer (Algorithm `alg2` of the paper; with pfnm it is FedMA).
+
+Hides: which tensors are settled with a group of neurons, and how each client's other tensors follow
+its order. Promises: in every round one group is matched, broadcast and frozen; parallel branches
+that share it go together; the last round of a pass averages the output layer by class shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from nafi.errors import InputError
+from nafi.federated.architecture import Form, Tensors
+from nafi.federated.strategy import Member, State, Strategy, Task, Update, class_table
+from nafi.fusion.clients import check_clients
+from nafi.fusion.descent import Descent, Matcher, next_group
+from nafi.fusion.merge import merge
+from nafi.fusion.networks import Networks, prepare
+from nafi.fusion.widths import MaxWidth, width_limits
+from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
+from nafi.graph.lift import Positions, lift, lifted_rows, row_axes
+from nafi.graph.spec import ModelSpec
+from nafi.graph.trace import named_tensors
+
+Pairs = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Layerwise(Strategy):
+    """Match a group, broadcast it, freeze it, let clients retrain what follows, go on to the next.
+
+    A pass takes a round for each group and one for the output layer. Rounds beyond that begin
+    another pass at the widths of the first. A client that missed a round counts with the weights it
+    sent last, which the server keeps in the order of the global model: it may come back at any
+    time, and a new one begins with the settled layers and weights of its own for the rest.
+
+    matcher: how groups are matched; a penalty of 0 is pfnm, and the strategy then FedMA
+    max_width: as in `nafi.fuse`, by the widths of the clients' networks
+    restore_norm: give merged neurons the mean norm of their members
+    batchnorm: a layer's normalisation is folded into it, with each client's own statistics, when
+        the layer is matched; "attach" gives the final model an identity in its place to train on,
+        "fold" leaves it folded
+
+    The server holds one set of weights for every client.
+    """
+
+    matcher: Matcher = field(default_factory=Matcher)
+    max_width: MaxWidth = None
+    restore_norm: bool = True
+    batchnorm: str = "attach"
+
+    def start(self) -> State:
+        return State(0, self.architecture.form)
+
+    def task(self, state: State, client: str) -> Task:
+        member = state.members.get(client)
+        own = member.tensors if member is not None else {}
+        frozen = state.tensors if state.matched else ()
+        return self._task(state, client, {**state.tensors, **own}, frozen)
+
+    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+        members = dict(state.members)
+        for update in updates:
+            members[update.client] = Member(update.tensors, update.samples, update.class_counts)
+        current = replace(state, members=members, tensors=state.tensors if state.matched else {})
+        networks = self._networks(current)
+        if len(state.matched) == len(networks.spec.groups):
+            return self._finish_pass(current, networks)
+        return self._match_group(current, networks)
+
+    def model(self, state: State) -> nn.Module:
+        """The global model; the groups that are not matched yet are matched in one shot."""
+        if not state.members:
+            drawn = self.architecture.drawn(state.form, self.seed)
+            return self.architecture.filled(state.form, drawn).eval()
+        if not state.matched:
+            model, spec = self.architecture.network(state.form)
+            return self._with_batchnorm(model, spec, state.tensors)
+        networks = self._networks(state)
+        descent = self._descent(state, networks)
+        descent.run("bottom-up", lambda step, done, total: None)
+        tensors = merge(networks, descent.placements, restore_norm=self.restore_norm)
+        folded = replace(networks, batchnorm="fold")
+        model, spec, _ = folded.build(tensors, descent.widths)
+        return self._with_batchnorm(model, spec, {})
+
+    @property
+    def layers(self) -> int:
+        """The rounds of a pass."""
+        _, spec = self.architecture.network(self.architecture.form)
+        return 1 + sum(group.parent is None for group in spec.groups.values())
+
+    def _networks(self, state: State) -> Networks:
+        """All members' networks, with normalisation folded so that neurons can be compared."""
+        members = list(state.members.values())
+        if len(members) < 2:
+            raise InputError(
+                f"found {len(members)} clients that sent weights, expected at least two to match; "
+                "let more of them take part in a round"
+            )
+        clients = check_clients(
+            [self.architecture.filled(state.form, {**state.tensors, **m.tensors}) for m in members],
+            class_table(members),
+            [member.samples for member in members],
+            [f"client {name}" for name in state.members],
+        )
+        _, spec = self.architecture.network(state.form)
+        return prepare(clients, self.architecture.example_inputs, spec, "attach")
+
+    def _descent(self, state: State, networks: Networks) -> Descent:
+        if state.round < self.layers:
+            limits = width_limits(networks, self.max_width)
+        else:
+            limits = networks.spec.widths
+        matcher = replace(self.matcher, seed=self.seed)
+        return Descent(networks, matcher, limits, matched=state.matched)
+
+    def _match_group(self, state: State, networks: Networks) -> State:
+        """Settle the next group: its own tensors for all, the others in each client's way."""
+        descent = self._descent(state, networks)
+        descent.step(next_group(networks, "bottom-up", state.matched))
+        matched = tuple(descent.placements[0])
+        widths = {**state.form.widths, **descent.widths}
+        names = [
+            name
+            for name in networks.spec.axes
+            if name not in state.tensors and _is_settled(name, networks.spec, matched)
+        ]
+        merged = merge(networks, descent.placements, restore_norm=self.restore_norm, names=names)
+        settled = {**state.tensors, **merged}
+        _, spec = self.architecture.network(state.form)
+        pairs = [pair for pair in spec.batchnorms if _is_matched(pair, spec, matched)]
+        members = {
+            name: replace(
+                member, tensors=_followed(networks.clients.models[s], spec, pairs, places, settled)
+            )
+            for s, ((name, member), places) in enumerate(
+                zip(state.members.items(), descent.placements, strict=True)
+            )
+        }
+        form = Form(widths, (*state.form.folded, *pairs))
+        return State(state.round + 1, form, settled, matched, members)
+
+    def _finish_pass(self, state: State, networks: Networks) -> State:
+        """Average what no group settles, the output layer above all."""
+        descent = self._descent(state, networks)
+        names = [name for name in networks.spec.axes if name not in state.tensors]
+        merged = merge(networks, descent.placements, restore_norm=False, names=names)
+        tensors = {**state.tensors, **merged}
+        form = Form(state.form.widths, networks.spec.folded)
+        members = {
+            name: replace(member, tensors={n: t.clone() for n, t in tensors.items()})
+            for name, member in state.members.items()
+        }
+        return State(state.round + 1, form, tensors, (), members)
+
+    def _with_batchnorm(self, model: nn.Module, spec: ModelSpec, tensors: Tensors) -> nn.Module:
+        own = named_tensors(model)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+        if self.batchnorm == "attach" and spec.folded:
+            original, _ = self.architecture.network(self.architecture.form)
+            model, _ = attach_batchnorm(model, spec, like=original)
+        return model.eval()
+
+
+def _is_settled(name: str, spec: ModelSpec, matched: Sequence[str]) -> bool:
+    """Whether a tensor is part of neurons whose order, and that of all they read, is settled."""
+    held = {g for axis in spec.axes[name] for segment in axis for g in segment.groups}
+    return bool(row_axes(name, spec)) and held <= set(matched)
+
+
+def _is_matched(pair: tuple[str, str], spec: ModelSpec, matched: Sequence[str]) -> bool:
+    """Whether the layer of a (layer, batchnorm) pair makes neurons that are matched."""
+    axis = spec.axes[f"{pair[1]}.running_mean"][0]
+    return {g for segment in axis for g in segment.groups} <= set(matched)
+
+
+def _followed(
+    model: nn.Module,
+    spec: ModelSpec,
+    pairs: Pairs,
+    placements: Mapping[str, Positions],
+    settled: Tensors,
+) -> dict[str, Tensor]:
+    """A client's tensors that are not settled, in the global order of the matched groups."""
+    if pairs:
+        model, spec = fold_batchnorm(model, spec, pairs)
+    found: dict[str, Tensor] = {}
+    for name, tensor in named_tensors(model).items():
+        if name in spec.axes and name not in settled:
+            lifted = lift(tensor.detach(), name, spec, placements)
+            if name.endswith("running_var"):
+                owned = lifted_rows(name, spec, placements) > 0
+                lifted = torch.where(owned, lifted, torch.ones_like(lifted))
+            found[name] = lifted
+    return found

@@ -1,0 +1,146 @@
+"""Training one network on one client's samples.
+
+Hides: batches, optimisers, and that what is frozen is computed once. Promises: frozen tensors are
+bit for bit as before; the result depends on the weights, the samples and the seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nafi.errors import InputError
+from nafi.federated.prefix import CACHE_BYTES, Split, split
+from nafi.federated.samples import Samples
+from nafi.graph.trace import named_tensors
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Optimiser = Literal["sgd", "adam", "rmsprop"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a client trains in one round.
+
+    momentum: of sgd and rmsprop; decay: of all weights; adam keeps the maximum of its second
+        moments (amsgrad), as in the paper's MNIST experiments
+    proximal: mu of FedProx, which adds `mu/2 ||w - w_start||^2` to the loss
+    """
+
+    epochs: int = 10
+    batch: int = 32
+    optimiser: Optimiser = "sgd"
+    rate: float = 0.01
+    momentum: float = 0.0
+    decay: float = 0.0
+    proximal: float = 0.0
+
+
+def make_optimiser(parameters: Iterable[Tensor], training: Training) -> torch.optim.Optimizer:
+    """The optimiser of a training, fused where torch can."""
+    given, rate, decay = list(parameters), training.rate, training.decay
+    match training.optimiser:
+        case "sgd":
+            return torch.optim.SGD(
+                given, rate, momentum=training.momentum, weight_decay=decay, fused=True
+            )
+        case "adam":
+            return torch.optim.Adam(given, rate, weight_decay=decay, amsgrad=True, fused=True)
+        case "rmsprop":
+            return torch.optim.RMSprop(
+                given, rate, momentum=training.momentum, weight_decay=decay, foreach=True
+            )
+    raise InputError(f"optimiser: found {training.optimiser!r}, expected sgd, adam or rmsprop")
+
+
+def train(
+    model: nn.Module,
+    samples: Samples,
+    training: Training,
+    *,
+    seed: int,
+    frozen: Collection[str] = (),
+    loss: Loss = F.cross_entropy,
+    device: str = "cpu",
+    cache_bytes: int = CACHE_BYTES,
+) -> float:
+    """Train a network in place; returns the mean loss of the last epoch.
+
+    frozen: tensors that keep their values. What the network computes from them and the inputs alone
+        is computed once for all epochs, if it takes no more than `cache_bytes`.
+    """
+    if not len(samples):
+        raise InputError("a client without samples cannot train")
+    # Convolutions are faster with the channels of images last.
+    images = samples.inputs.ndim == 4
+    layout = torch.channels_last if images else torch.contiguous_format
+    model.to(device).to(memory_format=layout).train()  # type: ignore[call-overload]
+    _freeze(model, frozen)
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    if not learnt:
+        return float("nan")
+    start = [p.detach().clone() for p in learnt] if training.proximal else []
+    optimiser = make_optimiser(learnt, training)
+    rng = np.random.default_rng(seed)
+    inputs = samples.inputs.contiguous(memory_format=layout)
+    outputs_of = _cached(model, inputs, frozen, device, cache_bytes) if frozen else None
+    if outputs_of is None:
+        outputs_of = lambda index: model(inputs[index].to(device))  # noqa: E731
+    total = 0.0
+    for _ in range(training.epochs):
+        total = 0.0
+        for index in batches(len(samples), training.batch, rng):
+            targets = samples.labels[index].to(device)
+            value = loss(outputs_of(index), targets)
+            optimiser.zero_grad()
+            value.backward()  # type: ignore[no-untyped-call]
+            for parameter, before in zip(learnt, start, strict=False):
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter.detach() - before, alpha=training.proximal)
+            optimiser.step()
+            total += float(value.detach()) * len(index)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model.to("cpu").to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
+    return total / len(samples)
+
+
+def batches(count: int, size: int, rng: np.random.Generator) -> Iterator[Tensor]:
+    """The samples of an epoch in random order.
+
+    A last sample that would be alone joins the batch before: its variance could not be normalised.
+    """
+    order = torch.from_numpy(rng.permutation(count))
+    cuts = list(range(size, count, size))
+    if cuts and count - cuts[-1] == 1:
+        cuts.pop()
+    yield from torch.tensor_split(order, cuts)
+
+
+def _freeze(model: nn.Module, frozen: Collection[str]) -> None:
+    """Let nothing change the frozen tensors: neither gradients nor running statistics."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in frozen:
+            parameter.requires_grad_(False)
+    for path, module in model.named_modules():
+        own = [name for name, _ in module.named_buffers(prefix=path, recurse=False)]
+        if own and all(name in frozen for name in own):
+            module.eval()
+
+
+def _cached(
+    model: nn.Module, inputs: Tensor, frozen: Collection[str], device: str, limit: int
+) -> Callable[[Tensor], Tensor] | None:
+    """The network as a function of sample numbers, with its frozen part computed beforehand."""
+    names = {name for name in frozen if name in named_tensors(model)}
+    found: Split | None = split(model, names, inputs[:2].to(device))
+    if found is None or found.bytes_per_sample * len(inputs) > limit:
+        return None
+    known = found.known(inputs, device)
+    return lambda index: found.rest(*(values[index].to(device) for values in known))

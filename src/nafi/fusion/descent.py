@@ -1,0 +1,201 @@
+"""Group after group: the loop that nafi and pfnm share, whole or one step at a time.
+
+Hides: the scale of each group and the order of the groups. Promises: what is matched already
+orders the columns of what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from nafi.errors import InputError
+from nafi.fusion.base import Progress
+from nafi.fusion.features import Moments, Table, known_share
+from nafi.fusion.heads import comparable
+from nafi.fusion.networks import Networks
+from nafi.graph.lift import Positions
+from nafi.graph.spec import ModelSpec
+from nafi.matching import Matching, match
+from nafi.matching.columns import Index
+
+# The spread of the penalty is counted for so many columns, those of the paper's first layer. It
+# grows with the columns, though neurons are no further apart: without this, layers with many inputs
+# would merge everything and those with few nothing.
+PENALTY_COLUMNS = 800
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """How the neurons of one group are matched.
+
+    evidence: what a neuron of mean size is worth, its squared norm over the noise variance; the
+        noise of each group is scaled to that, and the penalty's spread is counted for the same
+        number of columns, so that neither the size of the weights nor their number matters
+    prior_ratio: prior variance over noise variance
+    noise_precision, prior_precision: absolute 1/variances instead, the same for every group; the
+        penalty is then that of the paper
+    """
+
+    penalty: float = 0.4
+    divergence: str = "kl"
+    evidence: float = 150.0
+    prior_ratio: float = 1.0
+    noise_precision: float | None = None
+    prior_precision: float | None = None
+    mass: float = 1.0
+    sweeps: int = 10
+    compat: str = "paper"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("evidence", "prior_ratio", "noise_precision", "prior_precision"):
+            value = getattr(self, name)
+            if value is None and name.endswith("precision"):
+                continue
+            if not (isinstance(value, int | float | np.number) and 0 < value < np.inf):
+                raise InputError(f"{name}: found {value!r}, expected a number above 0")
+
+    def match(self, given: Table, limit: int, noise: float) -> Matching:
+        """Match the rows of a table; noise: the precision of a column of weight 1."""
+        prior = noise / self.prior_ratio if self.prior_precision is None else self.prior_precision
+        return match(
+            given.neurons,
+            precisions=[noise * weights for weights in given.weights],
+            prior_precision=prior,
+            mass=self.mass,
+            penalty=self.penalty,
+            dimension=PENALTY_COLUMNS if self.noise_precision is None else None,
+            divergence=self.divergence,
+            sweeps=self.sweeps,
+            max_width=limit,
+            compat=self.compat,
+            seed=self.seed,
+        )
+
+    def noise(self, given: Table) -> float:
+        """The precision of a column of weight 1."""
+        if self.noise_precision is not None:
+            return self.noise_precision
+        total = sum(
+            float((np.square(neurons) @ weights).sum())
+            for neurons, weights in zip(given.neurons, given.weights, strict=True)
+        )
+        count = sum(neurons[..., 0].size for neurons in given.neurons)
+        return self.evidence * count / total if total > 0 else 1.0
+
+
+@dataclass
+class Descent:
+    """Where the neurons of every client go, as far as groups are matched.
+
+    matched: groups that are in the same order in all clients to begin with
+    """
+
+    networks: Networks
+    matcher: Matcher
+    limits: Mapping[str, int]
+    moments: Moments = field(default_factory=dict)
+    matched: Collection[str] = ()
+    placements: list[dict[str, Positions]] = field(default_factory=list)
+    matchings: dict[str, Matching] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.placements = [
+            {name: _in_place(spec, name) for name in self.matched} for spec in self.networks.specs
+        ]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The global width of every matched group."""
+        names = self.networks.spec.groups
+        return {n: self.placements[0][n].width for n in names if n in self.placements[0]}
+
+    def run(self, direction: str, progress: Progress) -> None:
+        """Match all groups that are left."""
+        total = len(self.networks.spec.groups)
+        while len(self.placements[0]) < total:
+            group = next_group(self.networks, direction, list(self.placements[0]))
+            progress(group, len(self.placements[0]), total)
+            self.step(group)
+        progress("merging", total, total)
+
+    def step(self, group: str) -> None:
+        """Match one group, and those within it."""
+        spec = self.networks.spec
+        inside = [name for name, other in spec.groups.items() if other.parent == group]
+        if spec.groups[group].parent is not None:
+            self._match_within(group)
+        else:
+            given = comparable(self.networks, group, self.placements, self.moments)
+            found = self._match(given, self.limits[group], self.matcher.noise(given))
+            self.matchings[group] = found.without_neurons()
+            self._place(group, found.assignments, found.width)
+        for name in inside:
+            self.step(name)
+
+    def _match(self, given: Table, limit: int, noise: float) -> Matching:
+        """Match in the order of the ranking, and answer in that of the clients."""
+        ranking = self.networks.ranking
+        ranked = Table([given.neurons[s] for s in ranking], [given.weights[s] for s in ranking])
+        found = self.matcher.match(ranked, limit, noise)
+        by_client = dict(zip(ranking, found.assignments, strict=True))
+        return replace(found, assignments=tuple(by_client[s] for s in range(len(ranking))))
+
+    def _match_within(self, group: str) -> None:
+        """Match the neurons within each member of the parent, on one scale for all of them."""
+        given = comparable(self.networks, group, self.placements, self.moments)
+        unit = self.matcher.noise(given)
+        parent = str(self.networks.spec.groups[group].parent)
+        assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in given.neurons]
+        width = 0
+        for member, owned in enumerate(self._owners(parent)):
+            rows = Table(
+                [given.neurons[s][head] for s, head in owned], [given.weights[s] for s, _ in owned]
+            )
+            found = self.matcher.match(rows, self.limits[group], unit)
+            self.matchings[f"{group}[{member}]"] = found.without_neurons()
+            for (s, head), places in zip(owned, found.assignments, strict=True):
+                assigned[s][head] = places
+            width = max(width, found.width)
+        self._place(group, assigned, width)
+
+    def _owners(self, group: str) -> list[list[tuple[int, int]]]:
+        """For each global neuron the clients that have it, by rank, and which of theirs it is."""
+        owned: list[list[tuple[int, int]]] = [[] for _ in range(self.placements[0][group].width)]
+        for s in self.networks.ranking:
+            for local, place in enumerate(self.placements[s][group].index.tolist()):
+                owned[place].append((s, local))
+        return owned
+
+    def _place(self, group: str, assigned: Sequence[Index], width: int) -> None:
+        for placements, places in zip(self.placements, assigned, strict=True):
+            placements[group] = Positions(torch.from_numpy(places), width)
+
+
+def next_group(networks: Networks, direction: str, matched: Sequence[str]) -> str:
+    """The group to match next among those without a parent.
+
+    bottom-up: the one of whose own columns most can be compared, the first of these as data flow;
+    top-down: the last that is not matched.
+    """
+    left = [
+        name
+        for name, group in networks.spec.groups.items()
+        if name not in matched and group.parent is None
+    ]
+    if direction == "top-down":
+        return left[-1]
+    return max(left, key=lambda name: known_share(networks, name, matched))
+
+
+def _in_place(spec: ModelSpec, group: str) -> Positions:
+    """Every neuron where it is."""
+    width, parent = spec.groups[group].width, spec.groups[group].parent
+    index = torch.arange(width)
+    if parent is not None:
+        index = index.expand(spec.groups[parent].width, width)
+    return Positions(index, width)
