@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from nafi.errors import InputError
-from nafi.experiments.cells import accuracy, cells, run_cell
+from nafi.experiments.cells import cells, run_cell
 from nafi.experiments.config import Experiment, experiment_names, load_experiment
+from nafi.experiments.entries import accuracy
 from nafi.experiments.populations import describe, population
 from nafi.experiments.runner import read_records, read_runs, run_experiment
 

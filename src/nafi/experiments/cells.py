@@ -13,35 +13,41 @@ from typing import Any
 import numpy as np
 import scipy
 import torch
-from torch import nn
 
-from nafi.experiments.config import Experiment, MethodConfig
+from nafi.experiments.config import AnyExperiment, MethodConfig, RoundsExperiment
+from nafi.experiments.entries import Record, accuracy, entry
 from nafi.experiments.populations import Description, Population, describe, population
-from nafi.federated.samples import Samples
+from nafi.experiments.rounds import run_rounds
+from nafi.federated.simulation import Progress
 from nafi.fusion import FUSERS, fuse
 from nafi.graph import ModelSpec, groups
 from nafi.version import __version__
 
-Record = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Cell:
-    """A method on the population of one trial."""
+    """A method on the population of one trial; widths: those of another method's model."""
 
-    experiment: Experiment
+    experiment: AnyExperiment
     trial: int
     clients: int
     hidden: int
     method: MethodConfig
+    widths: tuple[int, ...] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells the cells of an experiment apart."""
         return (self.trial, self.clients, self.hidden, self.method.name)
 
+    @property
+    def seed(self) -> int:
+        return 1000 * self.experiment.seed + self.trial
+
     def descriptions(self) -> list[Description]:
         """The populations that the cell needs, one for each strength of the proximal term."""
+        if isinstance(self.experiment, RoundsExperiment):
+            return []
         pulls = self.method.grid.get("proximal", [self.method.options.get("proximal", 0.0)])
         return [
             describe(
@@ -51,7 +57,7 @@ class Cell:
         ]
 
 
-def cells(experiment: Experiment) -> list[Cell]:
+def cells(experiment: AnyExperiment) -> list[Cell]:
     """All cells of an experiment, those of one population next to each other."""
     return [
         Cell(experiment, trial, clients, hidden, method)
@@ -62,28 +68,35 @@ def cells(experiment: Experiment) -> list[Cell]:
     ]
 
 
-def run_cell(cell: Cell) -> Record:
+def run_cell(cell: Cell, progress: Progress | None = None) -> Record:
     """Try every candidate, keep the one that does best on validation data."""
     start = time.perf_counter()
-    tried = _local(cell) if cell.method.method == "local" else _fused(cell)
+    experiment = cell.experiment
+    if isinstance(experiment, RoundsExperiment):
+        tried = run_rounds(experiment, cell.method, cell.clients, cell.seed, cell.widths, progress)
+        local: int | list[int] = experiment.widths
+    else:
+        tried = _local(cell) if cell.method.method == "local" else _fused(cell)
+        local = experiment.width
     best = max(tried, key=lambda entry: entry["validation"])
     picked = max(tried, key=lambda entry: entry["test"])
-    description = cell.descriptions()[0]
+    rounds = best.get("rounds")
     return {
         "experiment": cell.experiment.name,
         "trial": cell.trial,
         "clients": cell.clients,
         "hidden": cell.hidden,
         "method": cell.method.name,
-        "seed": description.seed,
+        "seed": cell.seed,
         "chosen": best["options"],
         "validation": best["validation"],
         "test": best["test"],
         "test_picked": picked["test"],
         "widths": best["widths"],
-        "local_width": cell.experiment.width,
+        "local_width": local,
         "fuse_seconds": best["seconds"],
-        "candidates": tried,
+        "candidates": [{k: v for k, v in entry.items() if k != "rounds"} for entry in tried],
+        **({"rounds": rounds} if rounds is not None else {}),
         "seconds": round(time.perf_counter() - start, 3),
         "config": cell.experiment.settings(),
         "versions": {
@@ -102,7 +115,7 @@ def _local(cell: Cell) -> list[Record]:
         float(np.mean([accuracy(model, samples) for model in clients.models]))
         for samples in (clients.validation, clients.test)
     ]
-    return [_entry({}, found[0], found[1], [], 0.0)]
+    return [entry({}, found[0], found[1], [], 0.0)]
 
 
 def _fused(cell: Cell) -> list[Record]:
@@ -136,24 +149,5 @@ def _fused(cell: Cell) -> list[Record]:
             accuracy(result.model, samples) for samples in (clients.validation, clients.test)
         )
         widths = list(result.widths.values())
-        tried.append(_entry(candidate, validation, test, widths, seconds))
+        tried.append(entry(candidate, validation, test, widths, seconds))
     return tried
-
-
-def _entry(
-    options: dict[str, Any], validation: float, test: float, widths: list[int], seconds: float
-) -> Record:
-    return {
-        "options": options,
-        "validation": round(validation, 3),
-        "test": round(test, 3),
-        "widths": widths,
-        "seconds": round(seconds, 3),
-    }
-
-
-def accuracy(model: nn.Module, samples: Samples) -> float:
-    """The share of samples whose class gets the highest output, in percent."""
-    with torch.no_grad():
-        found = model(samples.inputs).argmax(dim=1)
-    return 100 * float((found == samples.labels).double().mean())

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 from nafi.errors import InputError
+from nafi.federated.training import Optimiser
 
 PAPER = resources.files("nafi.experiments") / "paper"
 # What clients start from: weights of their own, or the same for all.
@@ -34,12 +35,25 @@ class TrainingConfig(_Strict):
     decay: float = Field(default=1e-6, ge=0)
 
 
+class RoundConfig(_Strict):
+    """How clients train in each round of a federation; see `nafi.federated.Training`."""
+
+    epochs: int = Field(default=10, ge=1)
+    batch: int = Field(default=32, ge=1)
+    optimiser: Optimiser = "sgd"
+    rate: float = Field(default=0.01, gt=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    decay: float = Field(default=0.0, ge=0)
+
+
 class MethodConfig(_Strict):
     """A row of the table: a method, what is fixed, and what is chosen on validation data.
 
-    method: one of nafi.fuse, or "local" for the mean of the clients' own models
+    method: one of nafi.fuse, or of the strategies for an experiment in rounds; "local" for the mean
+        of the clients' own models
     options: fixed options; grid: option -> values, of which all combinations are tried
     start: whose models are fused; proximal: FedProx's pull to the start, may be in the grid
+    widths_of: take the widths that this other method came to, in an experiment in rounds
     """
 
     name: str
@@ -47,6 +61,7 @@ class MethodConfig(_Strict):
     options: dict[str, Any] = {}
     grid: dict[str, list[Any]] = {}
     start: Start = "own"
+    widths_of: str | None = None
 
     def candidates(self) -> list[dict[str, Any]]:
         """All combinations of the grid, with the fixed options."""
@@ -54,28 +69,26 @@ class MethodConfig(_Strict):
         return [{**self.options, **dict(zip(self.grid, v, strict=True))} for v in values]
 
 
-class Experiment(_Strict):
-    """Everything that decides the records of a run.
+class _Experiment(_Strict):
+    """What decides the records of a run.
 
-    clients, hidden: every combination is run; samples: of the training data, None for all
+    clients: every number is run; samples: of the training data, None for all
+    hidden: numbers of hidden layers, where the network has a choice of them
     width_limit: most neurons of a group for every matching method, as a factor, or "none"
     budget: most candidates that a method may choose from
     """
 
     name: str
     title: str
-    data: Literal["mnist", "digits"] = "mnist"
     trials: int = Field(default=5, ge=1)
     seed: int = Field(default=0, ge=0)
     clients: list[int] = Field(min_length=1)
     hidden: list[int] = [1]
-    width: int = Field(default=100, ge=1)
     alpha: float = Field(default=0.5, gt=0)
     validation: float = Field(default=0.1, gt=0, lt=1)
     samples: int | None = Field(default=None, ge=1)
     width_limit: PositiveFloat | Literal["none"] = 3.0
     budget: int = Field(default=8, ge=1)
-    training: TrainingConfig = TrainingConfig()
     methods: list[MethodConfig] = Field(min_length=1)
 
     def settings(self) -> dict[str, Any]:
@@ -83,12 +96,35 @@ class Experiment(_Strict):
         return self.model_dump(exclude={"methods", "clients", "hidden", "trials"})
 
 
+class Experiment(_Experiment):
+    """Clients train once, and their models are fused in one shot."""
+
+    data: Literal["mnist", "digits"] = "mnist"
+    width: int = Field(default=100, ge=1)
+    training: TrainingConfig = TrainingConfig()
+
+
+class RoundsExperiment(_Experiment):
+    """Clients train in rounds.
+
+    widths: of the network's groups, as its factory takes them
+    """
+
+    data: Literal["cifar10"] = "cifar10"
+    rounds: int = Field(ge=1)
+    widths: list[int] = [6, 16, 120, 84]
+    training: RoundConfig = RoundConfig()
+
+
+AnyExperiment = Experiment | RoundsExperiment
+
+
 def experiment_names() -> list[str]:
     """The experiments that come with nafi."""
     return sorted(p.name.removesuffix(".toml") for p in PAPER.iterdir() if p.name.endswith(".toml"))
 
 
-def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Experiment:
+def load_experiment(name: str, profile: str | None = None, **changes: Any) -> AnyExperiment:
     """An experiment by its name, or from a TOML file of the user's.
 
     profile: a table [profile.NAME] of the file whose entries replace those of the experiment
@@ -103,7 +139,7 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Ex
         data |= profiles[profile]
     data |= {key: value for key, value in changes.items() if value is not None}
     try:
-        experiment = Experiment(**data)
+        experiment = RoundsExperiment(**data) if "rounds" in data else Experiment(**data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -118,6 +154,9 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Ex
     names = [method.name for method in experiment.methods]
     if len(set(names)) < len(names):
         raise InputError(f"{name}: two methods have the same name")
+    for method in experiment.methods:
+        if method.widths_of is not None and method.widths_of not in names:
+            raise InputError(f"{name}: method {method.name} takes widths of an unknown method")
     return experiment
 
 

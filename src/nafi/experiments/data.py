@@ -10,6 +10,7 @@ import gzip
 import os
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,16 @@ class Dataset:
     name: str
     train: Samples
     test: Samples
+
+
+@lru_cache(maxsize=2)
+def load_data(name: str, samples: int | None = None, seed: int = 0) -> Dataset:
+    """A data set by its name; samples: so many of the training data, drawn by the seed."""
+    data = {"digits": digits, "mnist": mnist, "cifar10": cifar10}[name]()
+    if samples is None:
+        return data
+    order = np.random.default_rng(seed).permutation(len(data.train))[:samples]
+    return Dataset(data.name, data.train[order], data.test)
 
 
 def digits(seed: int = 0) -> Dataset:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nafi.experiments.cells import accuracy
 from nafi.experiments.data import digits
+from nafi.experiments.entries import accuracy
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import Training, train_clients

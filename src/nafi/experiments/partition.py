@@ -52,6 +52,13 @@ def dirichlet_partition(
     )
 
 
+def hold_back(part: Index, share: float, rng: np.random.Generator) -> tuple[Index, Index]:
+    """A client's samples to train on, and a share of them, at least one, held for validation."""
+    shuffled = rng.permutation(part)
+    cut = max(1, round(share * len(part)))
+    return shuffled[cut:], shuffled[:cut]
+
+
 def class_counts(
     labels: npt.NDArray[np.int64], parts: list[Index], classes: int
 ) -> npt.NDArray[np.int64]:

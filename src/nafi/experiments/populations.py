@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nafi.experiments.config import Experiment, Start
-from nafi.experiments.data import Dataset, digits, mnist
+from nafi.experiments.data import Dataset, load_data
 from nafi.experiments.models import MLP, draw_weights
-from nafi.experiments.partition import class_counts, dirichlet_partition
+from nafi.experiments.partition import class_counts, dirichlet_partition, hold_back
 from nafi.experiments.training import Training, train_clients
 from nafi.federated.samples import Samples
 from nafi.files import atomic_path
@@ -100,7 +99,7 @@ def population(
     description: Description, progress: Callable[[int, int], None] | None = None
 ) -> Population:
     """The clients' data and models; trained now if they are not in the cache."""
-    data = _data(description.data, description.samples)
+    data = load_data(description.data, description.samples)
     train, held, counts = _shares(description, data)
     models = _untrained(description, data)
     file = cache_folder() / f"{description.key}.safetensors"
@@ -136,15 +135,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("NAFI_CACHE", default))
 
 
-@lru_cache(maxsize=2)
-def _data(name: str, samples: int | None) -> Dataset:
-    data = digits() if name == "digits" else mnist()
-    if samples is None:
-        return data
-    order = np.random.default_rng(0).permutation(len(data.train))[:samples]
-    return Dataset(data.name, data.train[order], data.test)
-
-
 Index = npt.NDArray[np.intp]
 
 
@@ -156,10 +146,9 @@ def _shares(
     rng = np.random.default_rng([description.seed, description.clients])
     train, held = [], []
     for part in dirichlet_partition(labels, description.clients, description.alpha, rng):
-        shuffled = rng.permutation(part)
-        cut = max(1, round(description.validation * len(part)))
-        held.append(shuffled[:cut])
-        train.append(shuffled[cut:])
+        kept, aside = hold_back(part, description.validation, rng)
+        train.append(kept)
+        held.append(aside)
     return train, held, class_counts(labels, train, data.train.classes)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +20,9 @@ from typing import Any, TypeVar
 import torch
 
 from nafi.errors import InputError
-from nafi.experiments.cells import Cell, Record, cells, run_cell
-from nafi.experiments.config import Experiment
+from nafi.experiments.cells import Cell, cells, run_cell
+from nafi.experiments.config import AnyExperiment
+from nafi.experiments.entries import Record
 from nafi.experiments.populations import Description, cache_folder, population
 
 # Told what is under way, how many steps are done and how many there are.
@@ -29,7 +32,7 @@ _Result = TypeVar("_Result")
 
 
 def run_experiment(
-    experiment: Experiment, file: Path, *, jobs: int, resume: bool, progress: Progress
+    experiment: AnyExperiment, file: Path, *, jobs: int, resume: bool, progress: Progress
 ) -> list[Record]:
     """Run all cells that `file` does not hold yet; the records of all of them.
 
@@ -45,14 +48,20 @@ def run_experiment(
         told = f"trained {description.clients} clients, {description.hidden} hidden"
         progress(told, count + 1, total)
     file.parent.mkdir(parents=True, exist_ok=True)
+    count = len(untrained)
     with file.open("a", encoding="utf-8") as lines:
-        for count, (cell, record) in enumerate(_each(run_cell, todo, jobs)):
-            done[cell.key] = record
-            lines.write(json.dumps(record) + "\n")
-            lines.flush()
-            os.fsync(lines.fileno())
-            told = f"{cell.method.name}, {cell.clients} clients, {cell.hidden} hidden"
-            progress(told, len(untrained) + count + 1, total)
+        for wave in _waves(todo, done):
+            work = (
+                run_cell if jobs > 1 else partial(_run_here, progress=progress, of=(count, total))
+            )
+            for cell, record in _each(work, wave, jobs):
+                done[cell.key] = record
+                lines.write(json.dumps(record) + "\n")
+                lines.flush()
+                os.fsync(lines.fileno())
+                count += 1
+                told = f"{cell.method.name}, {cell.clients} clients, {cell.hidden} hidden"
+                progress(told, count, total)
     return [done[cell.key] for cell in cells(experiment)]
 
 
@@ -88,7 +97,7 @@ def read_runs(path: Path) -> dict[str, list[Record]]:
     return found
 
 
-def _finished(experiment: Experiment, file: Path, resume: bool) -> dict[tuple[Any, ...], Record]:
+def _finished(experiment: AnyExperiment, file: Path, resume: bool) -> dict[tuple[Any, ...], Record]:
     """The records that need not be computed again; mends a file whose last line was cut off."""
     if not file.exists():
         return {}
@@ -112,6 +121,22 @@ def _untrained(todo: Sequence[Cell]) -> list[Description]:
     """The populations that cells need and nobody has trained yet, each once."""
     needed = dict.fromkeys(d for cell in todo for d in cell.descriptions())
     return [d for d in needed if not (cache_folder() / f"{d.key}.safetensors").is_file()]
+
+
+def _waves(todo: Sequence[Cell], done: Mapping[tuple[Any, ...], Record]) -> Iterator[list[Cell]]:
+    """The cells that need nothing of others, then those that need their widths."""
+    yield [cell for cell in todo if cell.method.widths_of is None]
+    yield [
+        replace(cell, widths=tuple(done[(*cell.key[:-1], cell.method.widths_of)]["widths"]))
+        for cell in todo
+        if cell.method.widths_of is not None
+    ]
+
+
+def _run_here(cell: Cell, progress: Progress, of: tuple[int, int]) -> Record:
+    """Run a cell in this process, and tell what it is at."""
+    label = f"{cell.method.name}, {cell.clients} clients"
+    return run_cell(cell, lambda step, done, total: progress(f"{label}: {step}", *of))
 
 
 def _train(description: Description) -> None:

@@ -6,10 +6,12 @@ from nafi.federated.client import Trainer
 from nafi.federated.layerwise import Layerwise
 from nafi.federated.samples import Samples
 from nafi.federated.simulation import Run, simulate
+from nafi.federated.strategies import STRATEGIES, make_strategy
 from nafi.federated.strategy import State, Strategy, Task, Update
 from nafi.federated.training import Training, train
 
 __all__ = [
+    "STRATEGIES",
     "Architecture",
     "Form",
     "FusionRounds",
@@ -22,6 +24,7 @@ __all__ = [
     "Trainer",
     "Training",
     "Update",
+    "make_strategy",
     "simulate",
     "train",
 ]

@@ -48,6 +48,7 @@ class Layerwise(Strategy):
     The server holds one set of weights for every client.
     """
 
+    freeze: bool = True
     matcher: Matcher = field(default_factory=Matcher)
     max_width: MaxWidth = None
     restore_norm: bool = True
@@ -59,14 +60,15 @@ class Layerwise(Strategy):
     def task(self, state: State, client: str) -> Task:
         member = state.members.get(client)
         own = member.tensors if member is not None else {}
-        frozen = state.tensors if state.matched else ()
+        frozen = state.tensors if state.matched and self.freeze else ()
         return self._task(state, client, {**state.tensors, **own}, frozen)
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         members = dict(state.members)
         for update in updates:
             members[update.client] = Member(update.tensors, update.samples, update.class_counts)
-        current = replace(state, members=members, tensors=state.tensors if state.matched else {})
+        settled = state.tensors if state.matched and self.freeze else {}
+        current = replace(state, members=members, tensors=settled)
         networks = self._networks(current)
         if len(state.matched) == len(networks.spec.groups):
             return self._finish_pass(current, networks)

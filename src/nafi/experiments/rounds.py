@@ -1,0 +1,188 @@
+"""A method in rounds on the clients of one trial.
+
+Hides: data, strategies, checkpoints, and that methods whose clients start alike share their first
+round. Promises: the same clients, data and seeds for every method; a run that was killed goes on
+from its last finished round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from nafi.errors import CheckpointError, InputError
+from nafi.experiments.config import MethodConfig, RoundsExperiment
+from nafi.experiments.data import load_data
+from nafi.experiments.entries import Record, accuracy, entry
+from nafi.experiments.models import ConvNet
+from nafi.experiments.partition import dirichlet_partition, hold_back
+from nafi.experiments.populations import cache_folder
+from nafi.federated.architecture import Architecture
+from nafi.federated.client import Trainer
+from nafi.federated.messages import task_to, update_from, update_to
+from nafi.federated.samples import Samples
+from nafi.federated.simulation import Progress, Run, simulate
+from nafi.federated.strategies import make_strategy, option_names
+from nafi.federated.strategy import Strategy, Task, Update
+from nafi.federated.training import Training, train
+from nafi.files import atomic_path
+
+# Changes whenever the same settings would give other models.
+RECIPE = 1
+
+
+def run_rounds(
+    experiment: RoundsExperiment,
+    method: MethodConfig,
+    clients: int,
+    seed: int,
+    widths: tuple[int, ...] | None,
+    progress: Progress | None = None,
+) -> list[Record]:
+    """An entry for each candidate of a method, with its rounds."""
+    trial = share_out(experiment, clients, seed)
+    training = Training(**experiment.training.model_dump())
+    if method.method == "local":
+        return [_local(experiment, trial, training)]
+    if method.widths_of is not None and widths is None:
+        raise InputError(f"{method.name}: the widths of {method.widths_of} are not known")
+    architecture = _architecture(widths or experiment.widths)
+    found = []
+    for candidate in method.candidates():
+        options = dict(candidate)
+        if experiment.width_limit != "none" and "max_width" in option_names(method.method):
+            options.setdefault("max_width", experiment.width_limit)
+        strategy = make_strategy(
+            method.method, architecture, training, rounds=experiment.rounds, seed=seed, **options
+        )
+        start = time.perf_counter()
+        run = _resumed(strategy, trial, f"{method.name} {candidate}", progress)
+        seconds = time.perf_counter() - start
+        last = run.records[-1]
+        found.append(
+            entry(
+                candidate,
+                last["validation"],
+                last["test"],
+                last["widths"],
+                seconds,
+                run.records,
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """The clients of a trial; key: what decides their data."""
+
+    data: Mapping[str, Samples]
+    validation: Samples
+    test: Samples
+    classes: int
+    seed: int
+    key: str
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Accuracy on the samples that clients hold back, and on the test data."""
+        return {
+            "validation": round(accuracy(model, self.validation), 3),
+            "test": round(accuracy(model, self.test), 3),
+        }
+
+
+def share_out(experiment: RoundsExperiment, clients: int, seed: int) -> Trial:
+    """Draw the training data of a trial and share it out."""
+    data = load_data(experiment.data, experiment.samples, seed)
+    rng = np.random.default_rng([seed, clients])
+    parts = dirichlet_partition(data.train.labels.numpy(), clients, experiment.alpha, rng)
+    kept, held = zip(*(hold_back(p, experiment.validation, rng) for p in parts), strict=True)
+    settings = [experiment.data, experiment.samples, experiment.alpha, experiment.validation]
+    return Trial(
+        {str(s): data.train[index] for s, index in enumerate(kept)},
+        data.train[np.concatenate(held)],
+        data.test,
+        data.train.classes,
+        seed,
+        json.dumps([RECIPE, *settings, clients, seed]),
+    )
+
+
+def _architecture(widths: Sequence[int]) -> Architecture:
+    return Architecture(partial(ConvNet, tuple(widths)), (torch.zeros(2, 3, 32, 32),))
+
+
+def _local(experiment: RoundsExperiment, trial: Trial, training: Training) -> Record:
+    """Clients that never talk: as many epochs as all rounds have, each on its own data."""
+    start = time.perf_counter()
+    architecture = _architecture(experiment.widths)
+    whole = Training(**{**asdict(training), "epochs": training.epochs * experiment.rounds})
+    found = []
+    for s, samples in enumerate(trial.data.values()):
+        drawn = architecture.drawn(architecture.form, trial.seed + s)
+        model = architecture.filled(architecture.form, drawn)
+        train(model, samples, whole, seed=trial.seed + s)
+        found.append(trial.evaluate(model.eval()))
+    means = [float(np.mean([f[name] for f in found])) for name in ("validation", "test")]
+    return entry({}, means[0], means[1], [], time.perf_counter() - start)
+
+
+def _resumed(strategy: Strategy, trial: Trial, label: str, progress: Progress | None) -> Run:
+    """Run a strategy from wherever it was left; its checkpoint goes when it is done."""
+    settings = json.dumps([trial.key, label, asdict(strategy.training), strategy.rounds])
+    checkpoint = _runs() / f"{_digest(settings.encode())}.safetensors"
+    trainer = Trainer(strategy.architecture, trial.data, trial.classes)
+    run = simulate(
+        strategy,
+        list(trial.data),
+        _Remembered(trainer, trial.key, strategy.architecture.form.widths),
+        evaluate=trial.evaluate,
+        checkpoint=checkpoint,
+        resume=True,
+        progress=progress,
+    )
+    checkpoint.unlink(missing_ok=True)
+    return run
+
+
+@dataclass(frozen=True)
+class _Remembered:
+    """A trainer that keeps what clients made of weights they drew themselves.
+
+    All methods whose clients start on their own have that first round in common.
+    """
+
+    trainer: Trainer
+    key: str
+    widths: Mapping[str, int]
+
+    def __call__(self, client: str, task: Task) -> tuple[Update, float]:
+        if task.tensors:
+            return self.trainer(client, task)
+        settings = json.dumps([self.key, client, dict(self.widths)]).encode()
+        file = _runs() / f"first-{_digest(settings + task_to(task))}.safetensors"
+        try:
+            return update_from(file.read_bytes()), float("nan")
+        except (OSError, CheckpointError, InputError):
+            update, loss = self.trainer(client, task)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(file) as partial_file:
+            Path(partial_file).write_bytes(update_to(update))
+        return update, loss
+
+
+def _runs() -> Path:
+    return cache_folder().parent / "runs"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
