@@ -82,7 +82,7 @@ def run_cell(cell: Cell, progress: Progress | None = None) -> Record:
     picked = max(tried, key=lambda entry: entry["test"])
     rounds = best.get("rounds")
     return {
-        "experiment": cell.experiment.name,
+        "experiment": cell.experiment.label,
         "trial": cell.trial,
         "clients": cell.clients,
         "hidden": cell.hidden,

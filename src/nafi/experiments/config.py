@@ -91,6 +91,11 @@ class _Experiment(_Strict):
     budget: int = Field(default=8, ge=1)
     methods: list[MethodConfig] = Field(min_length=1)
 
+    @property
+    def label(self) -> str:
+        """What records call it."""
+        return self.name
+
     def settings(self) -> dict[str, Any]:
         """What all cells have in common; records of other settings are not to be mixed."""
         return self.model_dump(exclude={"methods", "clients", "hidden", "trials"})
@@ -107,13 +112,20 @@ class Experiment(_Experiment):
 class RoundsExperiment(_Experiment):
     """Clients train in rounds.
 
-    widths: of the network's groups, as its factory takes them
+    profile: the profile of the file that it was taken from; widths: of the network's groups
     """
+
+    profile: str | None = None
 
     data: Literal["cifar10"] = "cifar10"
     rounds: int = Field(ge=1)
     widths: list[int] = [6, 16, 120, 84]
+    test_samples: int | None = Field(default=None, ge=1)
     training: RoundConfig = RoundConfig()
+
+    @property
+    def label(self) -> str:
+        return self.name if self.profile is None else f"{self.name}-{self.profile}"
 
 
 AnyExperiment = Experiment | RoundsExperiment
@@ -139,7 +151,10 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> An
         data |= profiles[profile]
     data |= {key: value for key, value in changes.items() if value is not None}
     try:
-        experiment = RoundsExperiment(**data) if "rounds" in data else Experiment(**data)
+        if "rounds" in data:
+            experiment: AnyExperiment = RoundsExperiment(**data, profile=profile)
+        else:
+            experiment = Experiment(**data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

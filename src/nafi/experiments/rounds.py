@@ -110,7 +110,7 @@ def share_out(experiment: RoundsExperiment, clients: int, seed: int) -> Trial:
     return Trial(
         {str(s): data.train[index] for s, index in enumerate(kept)},
         data.train[np.concatenate(held)],
-        data.test,
+        data.test[slice(experiment.test_samples)],
         data.train.classes,
         seed,
         json.dumps([RECIPE, *settings, clients, seed]),

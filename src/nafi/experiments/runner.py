@@ -106,7 +106,7 @@ def _finished(experiment: AnyExperiment, file: Path, resume: bool) -> dict[tuple
     records = read_records(file)
     expected = json.loads(json.dumps(experiment.settings()))
     for number, record in enumerate(records, start=1):
-        if record.get("experiment") != experiment.name or record.get("config") != expected:
+        if record.get("experiment") != experiment.label or record.get("config") != expected:
             raise InputError(
                 f"{file}: line {number} is of another experiment or other settings; give another "
                 "--out, or remove the file"

@@ -34,7 +34,8 @@ class FusionRounds(Strategy):
     options: of the method that is not the plain average
     shared_start: whether all clients start from the same weights; else each draws its own, and the
         first round must match them
-    class_shares: average the output layer by who has seen which class, and all else by samples
+    class_shares: average the output layer by who has seen which class; in all other layers clients
+        then count the same, as they do in `nafi.fuse`. Without it, everything is the mean by samples
     """
 
     first: str = AVERAGE
@@ -115,8 +116,8 @@ def average(
 ) -> dict[str, Tensor]:
     """The mean of updates by their samples, one update in memory at a time.
 
-    class_shares: rows of the output layer weigh by the samples of their class instead; a class that
-    nobody has seen keeps the row it had.
+    class_shares: rows of the output layer weigh by the samples of their class instead, and clients
+    count the same in all other layers; a class that nobody has seen keeps the row it had.
     """
     taken = iter(updates)
     first = next(taken, None)
@@ -145,9 +146,11 @@ def average(
 
 def _weight(update: Update, name: str, spec: ModelSpec, class_shares: bool) -> Tensor:
     counts = update.class_counts
-    axis = class_axis(name, spec, len(counts)) if class_shares and counts is not None else None
-    if counts is None or axis is None:
+    if not class_shares or counts is None:
         return torch.tensor(float(update.samples), dtype=torch.float64)
+    axis = class_axis(name, spec, len(counts))
+    if axis is None:
+        return torch.tensor(1.0, dtype=torch.float64)
     form = [1] * len(spec.axes[name])
     form[axis] = len(counts)
     return torch.tensor(counts, dtype=torch.float64).reshape(form)

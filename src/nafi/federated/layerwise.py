@@ -34,10 +34,12 @@ class Layerwise(Strategy):
     """Match a group, broadcast it, freeze it, let clients retrain what follows, go on to the next.
 
     A pass takes a round for each group and one for the output layer. Rounds beyond that begin
-    another pass at the widths of the first. A client that missed a round counts with the weights it
+    another pass at the widths of the first; without freezing, they average all layers. A client that missed a round counts with the weights it
     sent last, which the server keeps in the order of the global model: it may come back at any
     time, and a new one begins with the settled layers and weights of its own for the rest.
 
+    freeze: whether clients leave settled layers as they are; else they train them on, and these
+        layers are averaged in every round
     matcher: how groups are matched; a penalty of 0 is pfnm, and the strategy then FedMA
     max_width: as in `nafi.fuse`, by the widths of the clients' networks
     restore_norm: give merged neurons the mean norm of their members
@@ -158,7 +160,8 @@ class Layerwise(Strategy):
             name: replace(member, tensors={n: t.clone() for n, t in tensors.items()})
             for name, member in state.members.items()
         }
-        return State(state.round + 1, form, tensors, (), members)
+        matched = () if self.freeze else state.matched
+        return State(state.round + 1, form, tensors, matched, members)
 
     def _with_batchnorm(self, model: nn.Module, spec: ModelSpec, tensors: Tensors) -> nn.Module:
         own = named_tensors(model)

@@ -25,11 +25,13 @@ from nafi.reports.records import (
     Table,
     accuracy_table,
     by_cell,
+    compared_table,
     in_order,
     markdown,
-    paper_table,
+    paper_mnist,
     width_table,
 )
+from nafi.reports.rounds import round_figure, round_tables
 from nafi.version import __version__
 
 _BEGIN, _END = "<!-- generated: begin -->", "<!-- generated: end -->"
@@ -90,10 +92,12 @@ def _section(name: str, records: Sequence[Record]) -> Section:
         tables, figure = _sensitivity(records)
     elif name == "mnist-width":
         tables, figure = _width(records)
+    elif any(record.get("rounds") for record in records):
+        tables, figure = round_tables(records), round_figure(records)
     else:
         tables = [
             accuracy_table(records, "Test accuracy, chosen on validation data"),
-            paper_table(records),
+            compared_table(records, paper_mnist()),
             width_table(records),
             accuracy_table(
                 records, "test-picked: chosen on test data, not comparable", "test_picked"
@@ -102,7 +106,9 @@ def _section(name: str, records: Sequence[Record]) -> Section:
     tables = [table for table in tables if table.rows]
     told = records[0]["versions"]
     versions = ", ".join(f"{package} {number}" for package, number in told.items())
-    command = f"nafi run {name} --trials {1 + max(r['trial'] for r in records)}"
+    config = records[0]["config"]
+    profile = f" --profile {config['profile']}" if config.get("profile") else ""
+    command = f"nafi run {config['name']}{profile} --trials {1 + max(r['trial'] for r in records)}"
     return Section(title, command, tuple(tables), figure, versions)
 
 

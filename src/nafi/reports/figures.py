@@ -145,6 +145,39 @@ def width_figure(
     return figure
 
 
+def rounds_figure(panels: Mapping[str, Mapping[str, Sequence[float]]], metric: str) -> Figure:
+    """A curve for each method over the rounds; a panel for each number of clients."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.8 * columns + 1.2, 3.6 * rows), layout="constrained")
+    methods = list(dict.fromkeys(m for curves in panels.values() for m in curves))
+    styles = {m: _curve_style(m, place) for place, m in enumerate(methods)}
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten()
+    for axes, (title, curves) in zip(grid, panels.items(), strict=False):
+        for method, values in curves.items():
+            axes.plot(range(1, len(values) + 1), values, label=method, **styles[method])
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel("round")
+        axes.set_ylabel(metric)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center")
+    return figure
+
+
+_PALETTE = ("#7a4fa3", "#b08bd0", "#c2809b", "#3c7d3c", "#8a8f2f", "#b4541f", "#51606f", "#2b9aa0")
+
+
+def _curve_style(method: str, place: int) -> dict[str, Any]:
+    """nafi in blue and bold, the others in colours of their own; controls are dashed."""
+    ours = method.startswith("nafi")
+    style = {"marker": "o", "markersize": 3, "linewidth": 2.2 if ours else 1.2}
+    style["linestyle"] = "--" if method.endswith(("-wide", "-average")) else "-"
+    style["color"] = "#1f5fa8" if ours else _PALETTE[place % len(_PALETTE)]
+    return style
+
+
 def svg(figure: Figure) -> str:
     """A figure as an SVG element, without the declarations that only a file needs."""
     stream = StringIO()

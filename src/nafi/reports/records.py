@@ -25,26 +25,54 @@ _PAPER_MNIST = """
 """
 
 
-def paper_mnist() -> dict[tuple[int, int], dict[str, tuple[float, float]]]:
+def paper_mnist() -> Figures:
     """(clients, hidden) -> method -> (mean, spread) as the paper has them."""
+    return _figures(_PAPER_MNIST, PAPER_METHODS, 2)
+
+
+PAPER_ROUNDS = ("local", "fedavg", "fedprox", "ot", "fedma", "nafi")
+# The paper's accuracies on CIFAR-10: clients, then mean and spread of each method.
+_PAPER_CIFAR10 = """
+ 5  25.21 2.30  51.26 2.97  51.43 3.01  52.12 2.78  50.39 0.94  52.56 0.81
+10  18.92 1.41  46.78 2.36  46.94 2.32  45.43 3.45  46.27 1.73  47.46 1.42
+15  15.85 0.51  42.40 2.25  42.06 2.20  40.79 4.29  42.82 2.46  45.72 1.35
+20  14.11 0.53  34.20 2.54  34.02 2.52  37.56 4.13  42.61 2.07  44.96 1.93
+"""
+
+Figures = dict[tuple[int, int], dict[str, tuple[float, float]]]
+
+
+def paper_cifar10() -> Figures:
+    """(clients, 1) -> method -> (mean, spread) as the paper has them."""
+    return _figures(_PAPER_CIFAR10, PAPER_ROUNDS, 1)
+
+
+def _figures(text: str, methods: Sequence[str], keys: int) -> Figures:
+    """A table of the paper's: so many numbers that name a row, then pairs of mean and spread."""
     found = {}
-    for line in _PAPER_MNIST.strip().splitlines():
-        clients, hidden, *numbers = line.split()
-        pairs = [(float(a), float(b)) for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
-        found[int(clients), int(hidden)] = dict(zip(PAPER_METHODS, pairs, strict=True))
+    for line in text.strip().splitlines():
+        words = line.split()
+        numbers = [float(word) for word in words[keys:]]
+        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+        hidden = int(words[1]) if keys == 2 else 1
+        found[int(words[0]), hidden] = dict(zip(methods, pairs, strict=True))
     return found
 
 
 _ORDER = (
     "local",
     "fedavg",
+    "fedavg-wide",
     "fedprox",
     "ot",
     "rebasin",
+    "fedma",
     "pfnm-public",
     "pfnm-topdown",
     "pfnm",
     "nafi-untuned",
+    "nafi-layerwise",
+    "nafi-average",
     "nafi",
     "ensemble",
 )
@@ -109,20 +137,23 @@ def accuracy_table(records: Sequence[Record], title: str, field: str = "test") -
     return Table(title, ("method", *map(cell_name, cells)), rows, frozenset(best), note)
 
 
-def paper_table(records: Sequence[Record]) -> Table:
-    """Ours beside the paper's, for the cells and methods that both have."""
-    theirs = paper_mnist()
+def compared_table(records: Sequence[Record], theirs: Figures) -> Table:
+    """Ours beside the paper's, for the cells and methods that both have.
+
+    The paper's nafi stands beside every variant of ours.
+    """
     cells = {k: row for k, row in by_cell(records, lambda r: r["test"]).items() if k in theirs}
-    rows = tuple(
-        (
-            method,
-            *(
-                f"{row[method].mean:.1f} ({theirs[key][method][0]:.1f})" if method in row else ""
-                for key, row in cells.items()
-            ),
-        )
-        for method in PAPER_METHODS
-    )
+
+    def text(method: str, key: tuple[int, int]) -> str:
+        family = "nafi" if method.startswith("nafi") else method
+        if method not in cells[key] or family not in theirs[key]:
+            return ""
+        return f"{cells[key][method].mean:.1f} ({theirs[key][family][0]:.1f})"
+
+    named = [
+        (m, *(text(m, key) for key in cells)) for m in in_order({r["method"] for r in records})
+    ]
+    rows = tuple(row for row in named if any(row[1:]))
     return Table(
         "Ours, and the paper's in brackets",
         ("method", *map(cell_name, cells)),

@@ -1,0 +1,301 @@
+"""Layer by layer: against a run by hand, copies, freezing, absent clients, batch normalisation."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nafi.errors import InputError
+from nafi.federated import (
+    Architecture,
+    Layerwise,
+    Samples,
+    State,
+    Trainer,
+    Training,
+    Update,
+    simulate,
+)
+from nafi.fusion.descent import Matcher
+from nafi.graph import permute
+from nafi.graph.trace import named_tensors
+from tests.federated.networks import (
+    CLASSES,
+    FEATURES,
+    Normed,
+    Small,
+    accuracy,
+    blobs,
+    normed,
+    pictures,
+    population,
+    small,
+)
+
+TRAINING = Training(epochs=2, batch=8, rate=0.05, momentum=0.9)
+
+
+class One(nn.Module):
+    """One hidden layer of three neurons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(FEATURES, 3), nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.hidden(x).relu())
+        return found
+
+
+def test_a_run_equals_one_by_hand() -> None:
+    """Two clients, one hidden layer: train, match, freeze, train, average by class shares."""
+    architecture = Architecture(One, (torch.zeros(2, FEATURES),))
+    training = Training(epochs=3, batch=100, rate=0.1)
+    strategy = Layerwise(
+        architecture, training, 2, seed=4, matcher=Matcher(penalty=0.1), max_width=1.0
+    )
+    data = {"a": blobs(20, 1), "b": blobs(30, 2, classes=(0, 1))}
+    run = simulate(strategy, ["a", "b"], Trainer(architecture, data, CLASSES))
+
+    start = strategy.start()
+    models = []
+    for client, samples in data.items():
+        first = architecture.drawn(start.form, strategy.task(start, client).start)
+        models.append(descended(architecture.filled(start.form, first), samples, 3, 0.1))
+    one, two = models
+    rows = [torch.cat([m.hidden.weight, m.hidden.bias[:, None]], dim=1).detach() for m in models]
+    # With no more places than neurons, the cheapest order is that of the smallest distances,
+    # weighted: outgoing columns count by the share of their class.
+    shares = torch.tensor([[float((s.labels == k).sum()) for k in range(3)] for s in data.values()])
+    shares = shares / shares.sum(dim=0)
+    out = [m.out.weight.detach() for m in models]
+    order = best_order(rows, out, 2 * shares)
+    aligned = [rows[0], rows[1][order]]
+    mean = sum(aligned) / 2
+    norms = [own[:, :-1].norm(dim=1) for own in aligned]
+    mean = mean * ((norms[0] + norms[1]) / 2 / mean[:, :-1].norm(dim=1))[:, None]
+    with torch.no_grad():
+        two.out.weight.copy_(two.out.weight[:, order])
+        for model in models:
+            model.hidden.weight.copy_(mean[:, :-1])
+            model.hidden.bias.copy_(mean[:, -1])
+            for parameter in model.hidden.parameters():
+                parameter.requires_grad_(False)
+    for model, samples in zip(models, data.values(), strict=True):
+        descended(model, samples, 3, 0.1)
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            own = [getattr(m.out, name) for m in models]
+            share = shares.reshape(2, 3, *[1] * (own[0].ndim - 1))
+            getattr(one.out, name).copy_(share[0] * own[0] + share[1] * own[1])
+        x = blobs(50, 9).inputs
+        torch.testing.assert_close(run.model(x), one(x), rtol=1e-4, atol=1e-5)
+
+
+def descended(model: Any, samples: Samples, steps: int, rate: float) -> Any:
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    for _ in range(steps):
+        loss = F.cross_entropy(model(samples.inputs), samples.labels)
+        with torch.no_grad():
+            for parameter, gradient in zip(learnt, torch.autograd.grad(loss, learnt), strict=True):
+                parameter -= rate * gradient
+    return model
+
+
+def best_order(rows: list[Tensor], out: list[Tensor], weights: Tensor) -> list[int]:
+    """The order of the second client whose precision-weighted distances to the first are least."""
+
+    def distance(order: tuple[int, ...]) -> float:
+        own = (rows[0] - rows[1][list(order)]).square().sum()
+        # Of two Gaussians with precisions p and q: p q / (p + q) times the squared distance.
+        both = 2 * weights[0] * weights[1] / (weights[0] + weights[1])
+        read = (both[:, None] * (out[0] - out[1][:, list(order)]).square()).sum()
+        return float(own + read)
+
+    return list(min(permutations(range(3)), key=distance))
+
+
+def sent(client: str, state: State, model: nn.Module, frozen: Any = ()) -> Update:
+    tensors = {n: t.detach().clone() for n, t in named_tensors(model).items() if n not in frozen}
+    return Update(client, state.round, tensors, 10, (4, 3, 3))
+
+
+def passed(strategy: Layerwise, models: dict[str, nn.Module]) -> State:
+    """A pass in which nobody trains after the first round."""
+    state = strategy.start()
+    state = strategy.aggregate(state, [sent(c, state, m) for c, m in models.items()])
+    while not strategy.finished(state):
+        updates = []
+        for client in models:
+            task = strategy.task(state, client)
+            own = {n: t for n, t in task.tensors.items() if n not in task.frozen}
+            updates.append(Update(client, state.round, own, 10, (4, 3, 3)))
+        state = strategy.aggregate(state, updates)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "inputs", "rounds"),
+    [
+        (Small, small, blobs(20, 3).inputs, 3),
+        (Normed, normed, pictures(20, 3).inputs, 4),
+    ],
+)
+@pytest.mark.parametrize("batchnorm", ["attach", "fold"])
+def test_permuted_copies_of_one_client_give_that_client(
+    kind: Any, made: Any, inputs: Tensor, rounds: int, batchnorm: str
+) -> None:
+    """With identical clients nothing changes: the mean of equal neurons is not shrunk."""
+    torch.manual_seed(5)
+    model = kind()
+    disturb(model)
+    architecture = made()
+    spec = architecture.network(architecture.form)[1]
+    generator = torch.Generator().manual_seed(1)
+    copies = {"0": model}
+    for s in (1, 2):
+        orders = {
+            name: torch.randperm(group.width, generator=generator)
+            for name, group in spec.groups.items()
+        }
+        copies[str(s)] = permute(model, spec, orders)
+    strategy = Layerwise(architecture, TRAINING, rounds, batchnorm=batchnorm)
+    state = passed(strategy, copies)
+    assert strategy.layers == rounds
+    assert dict(state.form.widths) == spec.widths
+    with torch.no_grad():
+        expected = model.eval()(inputs)
+        torch.testing.assert_close(strategy.model(state)(inputs), expected, rtol=1e-4, atol=1e-5)
+    names = set(named_tensors(strategy.model(state)))
+    assert (names == set(named_tensors(model))) == (batchnorm == "attach" or kind is Small)
+
+
+def disturb(model: nn.Module) -> None:
+    """Statistics that are not those of an untrained network."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                assert module.running_mean is not None
+                assert module.running_var is not None
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2.0)
+                module.weight.uniform_(0.5, 1.5)
+                module.bias.normal_()
+
+
+def test_batch_normalisation_is_folded_by_each_client_s_own_statistics() -> None:
+    """Two clients that compute the same with different statistics are the same to matching."""
+    torch.manual_seed(5)
+    model, other = Normed(), Normed()
+    disturb(model)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        other.conv2.weight.mul_(3.0)
+        other.conv2.bias.mul_(3.0)
+        other.norm2.running_mean.mul_(3.0)
+        other.norm2.running_var.copy_(9.0 * (other.norm2.running_var + 1e-5) - 1e-5)
+    strategy = Layerwise(normed(), TRAINING, 4)
+    state = passed(strategy, {"a": model, "b": other})
+    x = pictures(20, 3).inputs
+    with torch.no_grad():
+        torch.testing.assert_close(strategy.model(state)(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_normalisation_stays_until_its_layer_is_matched() -> None:
+    strategy = Layerwise(normed(), TRAINING, 4)
+    data = {str(s): pictures(20, s) for s in range(2)}
+    work, state = Trainer(strategy.architecture, data, CLASSES), strategy.start()
+    for folded in (1, 2, 3, 3):
+        state = strategy.aggregate(state, [work(c, strategy.task(state, c))[0] for c in data])
+        assert len(state.form.folded) == folded
+        left = {n for n in strategy.task(state, "0").tensors if n.startswith("norm")}
+        assert len(left) == 5 * (3 - folded)
+
+
+def test_settled_layers_are_frozen_and_the_same_for_all() -> None:
+    strategy = Layerwise(small(), TRAINING, 3)
+    data = population()
+    work, state = Trainer(strategy.architecture, data, CLASSES), strategy.start()
+    expected = [set(), {"one.weight", "one.bias"}]
+    expected.append(expected[1] | {"two.weight", "two.bias"})
+    for frozen in expected:
+        before = dict(state.tensors)
+        tasks = {c: strategy.task(state, c) for c in data}
+        updates = [work(client, task)[0] for client, task in tasks.items()]
+        for task, update in zip(tasks.values(), updates, strict=True):
+            assert task.frozen == frozen
+            assert not frozen & set(update.tensors)
+        state = strategy.aggregate(state, updates)
+        for name in frozen:
+            assert torch.equal(before[name], state.tensors[name]), name
+    assert set(state.tensors) == set(named_tensors(Small()))
+
+
+def test_without_freezing_settled_layers_go_on_learning() -> None:
+    strategy = Layerwise(small(), TRAINING, 3, freeze=False)
+    data = population()
+    work, state = Trainer(strategy.architecture, data, CLASSES), strategy.start()
+    state = strategy.aggregate(state, [work(c, strategy.task(state, c))[0] for c in data])
+    before = state.tensors["one.weight"].clone()
+    tasks = [strategy.task(state, c) for c in data]
+    assert all(not task.frozen for task in tasks)
+    assert all(torch.equal(task.tensors["one.weight"], before) for task in tasks)
+    updates = [work(c, task)[0] for c, task in zip(data, tasks, strict=True)]
+    after = strategy.aggregate(state, updates).tensors["one.weight"]
+    assert after.shape == before.shape
+    assert not torch.equal(after, before)
+
+
+def test_absent_inputs_of_the_next_layer_are_zeros() -> None:
+    """With so much evidence that nothing merges, each client reads its own neurons alone."""
+    matcher = Matcher(penalty=0.0, evidence=1e7)
+    strategy = Layerwise(small(), Training(epochs=1, batch=8), 3, matcher=matcher)
+    data = population(2)
+    work, state = Trainer(strategy.architecture, data, CLASSES), strategy.start()
+    updates = [work(c, strategy.task(state, c))[0] for c in data]
+    state = strategy.aggregate(state, updates)
+    assert state.form.widths["one"] > 7
+    for update in updates:
+        lifted = strategy.task(state, update.client).tensors["two.weight"]
+        read = lifted.abs().sum(dim=0) > 0
+        assert int(read.sum()) == 5
+        torch.testing.assert_close(
+            lifted[:, read].sum(dim=1), update.tensors["two.weight"].sum(dim=1)
+        )
+
+
+def test_a_client_that_missed_a_round_is_brought_up_to_date() -> None:
+    strategy = Layerwise(small(), TRAINING, 3)
+    data = population(4)
+    work, state = Trainer(strategy.architecture, data, CLASSES), strategy.start()
+    for present in (["0", "1", "2"], ["0", "1"], ["0", "1", "2", "3"]):
+        tasks = {c: strategy.task(state, c) for c in present}
+        for task in tasks.values():  # the newcomer "3" has all settled layers, too
+            assert task.form == state.form
+            assert all(torch.equal(task.tensors[n], t) for n, t in state.tensors.items())
+        state = strategy.aggregate(state, [work(c, t)[0] for c, t in tasks.items()])
+    assert list(state.members) == ["0", "1", "2", "3"]
+    assert accuracy(strategy.model(state), blobs(200, 50)) > 0.6
+
+
+def test_further_passes_keep_the_widths() -> None:
+    strategy = Layerwise(small(), TRAINING, 7, matcher=Matcher(penalty=0.0, evidence=500.0))
+    data = population()
+    run = simulate(strategy, list(data), Trainer(strategy.architecture, data, CLASSES))
+    widths = [record["widths"] for record in run.records]
+    assert widths[2] == widths[-1] != [5, 4]
+    state = run.state
+    assert state.matched  # in the middle of the third pass
+    assert accuracy(run.model, blobs(200, 50)) > 0.7
+
+
+def test_one_client_alone_cannot_be_matched() -> None:
+    strategy = Layerwise(small(), TRAINING, 3)
+    data = population(1)
+    with pytest.raises(InputError, match=r"found 1 clients .* at least two"):
+        simulate(strategy, list(data), Trainer(strategy.architecture, data, CLASSES))

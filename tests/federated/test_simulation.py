@@ -1,0 +1,139 @@
+"""The runner in this process: checkpoints, resuming, workers, records."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from nafi.errors import CheckpointError
+from nafi.federated import Strategy, Trainer, Training, make_strategy, simulate
+from tests.federated.networks import CLASSES, population, small
+
+ROUNDS = 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "match-then-average": {"penalty": 0.0, "evidence": 500.0},
+    "layerwise": {"penalty": 0.0, "evidence": 500.0},
+}
+
+
+def made(name: str) -> Strategy:
+    training = Training(epochs=2, batch=8, rate=0.05, momentum=0.9)
+    return make_strategy(name, small(), training, rounds=ROUNDS, seed=1, **OPTIONS[name])
+
+
+def work(strategy: Strategy) -> Trainer:
+    return Trainer(strategy.architecture, population(), CLASSES)
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("stopped", range(1, ROUNDS))
+def test_a_run_stopped_between_rounds_ends_with_the_same_bytes(
+    name: str, stopped: int, tmp_path: Path
+) -> None:
+    clients = list(population())
+    whole, halves = tmp_path / "whole.safetensors", tmp_path / "halves.safetensors"
+    strategy = made(name)
+    run = simulate(strategy, clients, work(strategy), checkpoint=whole)
+
+    def stop(told: str, done: int, total: int) -> None:
+        if told.startswith(f"round {stopped + 1} of {ROUNDS}, client 1"):
+            raise StopError
+
+    with pytest.raises(StopError):
+        simulate(strategy, clients, work(strategy), checkpoint=halves, progress=stop)
+    again = simulate(made(name), clients, work(strategy), checkpoint=halves, resume=True)
+    found, expected = load_file(halves), load_file(whole)
+    assert set(found) == set(expected)
+    for key in found:
+        assert torch.equal(found[key], expected[key]), key
+    assert [r["round"] for r in again.records] == list(range(1, ROUNDS + 1))
+    assert [r["bytes_up"] for r in again.records] == [r["bytes_up"] for r in run.records]
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from nafi.federated import simulate
+from tests.federated.networks import population
+from tests.federated.test_simulation import made, work
+
+def slowly(told, done, total):
+    time.sleep(0.05)
+
+strategy = made(sys.argv[1])
+simulate(strategy, list(population()), work(strategy), checkpoint=Path(sys.argv[2]), resume=True,
+         progress=slowly)
+"""
+
+
+@pytest.mark.parametrize("name", ["layerwise"])
+def test_a_killed_process_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
+    whole, file = tmp_path / "whole.safetensors", tmp_path / "killed.safetensors"
+    strategy = made(name)
+    simulate(strategy, list(population()), work(strategy), checkpoint=whole)
+    command = [sys.executable, "-c", SCRIPT, name, str(file)]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+    found, expected = load_file(file), load_file(whole)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert [p.name for p in tmp_path.iterdir() if p.suffix != ".safetensors"] == []
+
+
+@pytest.mark.parametrize("name", ["fedavg", "layerwise"])
+def test_two_workers_do_what_one_does(name: str) -> None:
+    clients = list(population())
+    runs = [simulate(made(name), clients, work(made(name)), workers=w) for w in (1, 2)]
+    one, two = (run.state.tensors for run in runs)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_records_tell_of_every_round() -> None:
+    strategy = made("match-then-average")
+    steps: list[tuple[str, int, int]] = []
+    seen: list[nn.Module] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        seen.append(model)
+        return {"score": float(len(seen))}
+
+    run = simulate(
+        strategy,
+        list(population()),
+        work(strategy),
+        evaluate=evaluate,
+        progress=lambda *step: steps.append(step),
+    )
+    assert [record["score"] for record in run.records] == [1.0, 2.0, 3.0, 4.0]
+    assert run.records[-1]["loss"] < run.records[1]["loss"]
+    assert all(record["seconds"] > 0 for record in run.records)
+    assert steps[0] == ("round 1 of 4", 0, 12)
+    assert steps[-1][0].startswith("round 4 of 4, client 2, loss 0.")
+    assert steps[-1][1:] == (12, 12)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b'\x08\0\0\0\0\0\0\0{"a":1}}'])
+def test_a_broken_checkpoint_is_named(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "run.safetensors"
+    file.write_bytes(content)
+    strategy = made("fedavg")
+    with pytest.raises(CheckpointError, match=r"run\.safetensors.*start again"):
+        simulate(strategy, ["0"], work(strategy), checkpoint=file, resume=True)

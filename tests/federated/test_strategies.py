@@ -1,0 +1,259 @@
+"""The contract of every strategy, and what is particular to averaging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nafi.errors import InputError, NafiError
+from nafi.federated import (
+    STRATEGIES,
+    FusionRounds,
+    Strategy,
+    Trainer,
+    Training,
+    Update,
+    make_strategy,
+    simulate,
+)
+from nafi.federated.messages import (
+    read_state,
+    task_from,
+    task_to,
+    update_from,
+    update_to,
+    write_state,
+)
+from nafi.federated.strategy import size_of
+from nafi.graph.trace import named_tensors
+from tests.federated.networks import CLASSES, accuracy, blobs, population, small
+
+TRAINING = Training(epochs=2, batch=8, rate=0.05, momentum=0.9)
+ROUNDS = 4
+
+
+def made(name: str, **options: Any) -> Strategy:
+    return make_strategy(name, small(), TRAINING, **{"rounds": ROUNDS, "seed": 1, **options})
+
+
+def trainer(strategy: Strategy, clients: int = 3, **options: Any) -> Trainer:
+    return Trainer(strategy.architecture, population(clients), CLASSES, **options)
+
+
+def weights(strategy: Strategy, clients: int = 3, **options: Any) -> dict[str, torch.Tensor]:
+    run = simulate(
+        strategy, [str(s) for s in range(clients)], trainer(strategy, clients), **options
+    )
+    return dict(run.state.tensors)
+
+
+def same(one: Any, two: Any) -> bool:
+    return set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+class TestEveryStrategy:
+    def test_runs_to_a_model_that_has_learnt(self, name: str) -> None:
+        strategy = made(name, epochs=5)
+        names = ["0", "1", "2"]
+        run = simulate(strategy, names, trainer(strategy))
+        assert strategy.finished(run.state)
+        assert run.state.round == ROUNDS == len(run.records)
+        assert not run.model.training
+        assert accuracy(run.model, blobs(200, 50)) > 0.7
+
+    def test_gives_the_same_twice(self, name: str) -> None:
+        assert same(weights(made(name)), weights(made(name)))
+
+    def test_a_task_and_an_update_survive_the_wire(self, name: str) -> None:
+        strategy = made(name)
+        work, state = trainer(strategy), strategy.start()
+        for _ in range(2):
+            tasks = {c: strategy.task(state, c) for c in ("0", "1", "2")}
+            for task in tasks.values():
+                back = task_from(task_to(task))
+                assert same(back.tensors, task.tensors)
+                assert (back.form, back.frozen, back.training) == (
+                    task.form,
+                    task.frozen,
+                    task.training,
+                )
+                assert (back.round, back.start, back.seed) == (task.round, task.start, task.seed)
+            updates = [work(client, task)[0] for client, task in tasks.items()]
+            for update in updates:
+                back_update = update_from(update_to(update))
+                assert same(back_update.tensors, update.tensors)
+                assert back_update.class_counts == update.class_counts
+                assert back_update.samples == update.samples == sum(update.class_counts or ())
+            state = strategy.aggregate(state, updates)
+
+    def test_the_state_survives_a_file(self, name: str, tmp_path: Any) -> None:
+        strategy = made(name)
+        work, state = trainer(strategy), strategy.start()
+        file = tmp_path / "run.safetensors"
+        for _ in range(ROUNDS):
+            updates = [work(c, strategy.task(state, c))[0] for c in ("0", "1", "2")]
+            state = strategy.aggregate(state, updates)
+            write_state(file, state, [{"round": state.round}])
+            back, records = read_state(file)
+            assert records == [{"round": state.round}]
+            assert same(back.tensors, state.tensors)
+            assert (back.round, back.form, back.matched) == (state.round, state.form, state.matched)
+            assert list(back.members) == list(state.members)
+            for client in state.members:
+                assert same(back.members[client].tensors, state.members[client].tensors)
+            assert same(named_tensors(strategy.model(back)), named_tensors(strategy.model(state)))
+
+    def test_bytes_are_those_of_the_tensors(self, name: str) -> None:
+        strategy = made(name)
+        work = trainer(strategy)
+        run = simulate(strategy, ["0", "1", "2"], work)
+        state = strategy.start()
+        for record in run.records:
+            tasks = {c: strategy.task(state, c) for c in ("0", "1", "2")}
+            updates = [work(client, task)[0] for client, task in tasks.items()]
+            assert record["bytes_down"] == sum(
+                4 * t.numel() for task in tasks.values() for t in task.tensors.values()
+            )
+            assert record["bytes_up"] == sum(
+                4 * t.numel() for u in updates for t in u.tensors.values()
+            )
+            state = strategy.aggregate(state, updates)
+
+    def test_half_of_the_clients_will_do(self, name: str) -> None:
+        strategy = made(name, fraction=0.5)
+        names = [str(s) for s in range(5)]
+        run = simulate(strategy, names, trainer(strategy, 5))
+        assert [record["clients"] for record in run.records] == [2] * ROUNDS
+        chosen = [tuple(strategy.select(strategy.start(), names)) for _ in range(2)]
+        assert chosen[0] == chosen[1]
+        assert accuracy(run.model, blobs(200, 50)) > 0.5
+
+    def test_odd_clients_are_welcome(self, name: str) -> None:
+        """One has a single class, one fewer samples than a batch, one a single sample."""
+        strategy = made(name)
+        data = {
+            "one class": blobs(30, 1, classes=(2,)),
+            "few": blobs(3, 2),
+            "one sample": blobs(1, 3),
+            "all": blobs(60, 4),
+        }
+        run = simulate(strategy, list(data), Trainer(strategy.architecture, data, CLASSES))
+        for tensor in run.state.tensors.values():
+            assert torch.isfinite(tensor).all()
+
+    def test_unknown_options_are_named(self, name: str) -> None:
+        with pytest.raises(InputError, match=r"colour.*epochs"):
+            made(name, colour="red")
+
+
+def test_unknown_strategies_and_bad_numbers_are_named() -> None:
+    with pytest.raises(InputError, match=r"'fedsgd'.*layerwise"):
+        made("fedsgd")
+    with pytest.raises(InputError, match="rounds"):
+        made("fedavg", rounds=0)
+    with pytest.raises(InputError, match="fraction"):
+        made("fedavg", fraction=0.0)
+    with pytest.raises(InputError, match="method"):
+        made("layerwise", method="ot")
+    with pytest.raises(InputError, match="penalty"):
+        made("layerwise", method="pfnm", penalty=0.1)
+    with pytest.raises(InputError, match="differ"):
+        simulate(made("fedavg"), ["a", "a"], trainer(made("fedavg")))
+
+
+def test_fedavg_is_the_mean_by_samples() -> None:
+    strategy = made("fedavg")
+    work, state = trainer(strategy), strategy.start()
+    updates = [work(c, strategy.task(state, c))[0] for c in ("0", "1", "2")]
+    after = strategy.aggregate(state, iter(updates))
+    shares = np.array([40, 47, 54]) / 141
+    for name, tensor in after.tensors.items():
+        expected = sum(s * u.tensors[name].double() for s, u in zip(shares, updates, strict=True))
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_class_shares_weigh_the_rows_of_the_output_layer() -> None:
+    strategy = FusionRounds(small(), TRAINING, 1, class_shares=True)
+    state = strategy.start()
+    counts = [(10, 0, 0), (30, 5, 0)]
+    tensors = [{n: torch.randn_like(t) for n, t in state.tensors.items()} for _ in counts]
+    updates = [
+        Update(str(s), 0, own, sum(c), c)
+        for s, (own, c) in enumerate(zip(tensors, counts, strict=True))
+    ]
+    after = strategy.aggregate(state, updates).tensors
+    for name in ("out.weight", "out.bias"):
+        one, two = (own[name] for own in tensors)
+        torch.testing.assert_close(after[name][0], 0.25 * one[0] + 0.75 * two[0])
+        torch.testing.assert_close(after[name][1], two[1])
+        torch.testing.assert_close(after[name][2], state.tensors[name][2])  # nobody has seen it
+    torch.testing.assert_close(
+        after["one.weight"], (tensors[0]["one.weight"] + tensors[1]["one.weight"]) / 2
+    )
+
+
+def test_averaging_holds_one_update_at_a_time() -> None:
+    strategy = made("fedavg")
+    state = strategy.start()
+    alive: list[Any] = []
+
+    def updates() -> Any:
+        import gc
+        import weakref
+
+        for s in range(20):
+            gc.collect()
+            alive.append(sum(reference() is not None for reference in references))
+            tensors = {n: t + s for n, t in state.tensors.items()}
+            references.append(weakref.ref(tensors["one.weight"]))
+            yield Update(str(s), 0, tensors, 5, (5, 0, 0))
+
+    references: list[Any] = []
+    strategy.aggregate(state, updates())
+    assert max(alive) <= 2  # the first, whose types are kept, and the last
+
+
+def test_fedprox_stays_closer_to_the_start() -> None:
+    moved = {}
+    for mu in (0.0, 1.0):
+        strategy = made("fedprox", rounds=1, proximal=mu)
+        start = strategy.start().tensors
+        after = weights(strategy)
+        moved[mu] = sum(float((after[n] - start[n]).square().sum()) for n in start)
+    assert moved[1.0] < 0.5 * moved[0.0]
+
+
+def test_match_then_average_matches_once_and_then_keeps_its_widths() -> None:
+    strategy = made("match-then-average", evidence=1e5, penalty=0.0)
+    run = simulate(strategy, ["0", "1", "2"], trainer(strategy))
+    assert run.records[0]["bytes_down"] == 0  # clients draw their own first weights
+    widths = run.records[0]["widths"]
+    assert widths == run.records[-1]["widths"]
+    assert widths[0] > 5
+    assert widths[1] > 4
+    assert run.records[1]["bytes_down"] == 3 * size_of(run.state.tensors)
+
+
+def test_a_late_client_joins_the_global_model() -> None:
+    """Its own neurons, permuted, find their places: the function stays what it was."""
+    strategy = made("match-then-average", evidence=1e5, penalty=0.0)
+    assert isinstance(strategy, FusionRounds)
+    run = simulate(strategy, ["0", "1", "2"], trainer(strategy))
+    late = trainer(strategy)("1", strategy.task(strategy.start(), "late"))[0]
+    joined = strategy.join(run.state, late, weight=141)
+    assert joined.round == run.state.round
+    assert joined.form.widths == run.state.form.widths
+    test = blobs(200, 50)
+    assert accuracy(strategy.model(joined), test) > accuracy(run.model, test) - 0.15
+    with pytest.raises(InputError, match="first round"):
+        strategy.join(strategy.start(), late, weight=1)
+
+
+def test_labels_beyond_the_classes_are_refused() -> None:
+    strategy = made("fedavg")
+    with pytest.raises(NafiError, match="class 2, expected less than 2"):
+        Trainer(strategy.architecture, population(), 2)("0", strategy.task(strategy.start(), "0"))
