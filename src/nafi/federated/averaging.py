@@ -35,7 +35,7 @@ class FusionRounds(Strategy):
     shared_start: whether all clients start from the same weights; else each draws its own, and the
         first round must match them
     class_shares: average the output layer by who has seen which class; in all other layers clients
-        then count the same, as they do in `nafi.fuse`. Without it, everything is the mean by samples
+        then count the same, as in `nafi.fuse`. Without it, all is the mean by samples
     """
 
     first: str = AVERAGE

@@ -34,9 +34,10 @@ class Layerwise(Strategy):
     """Match a group, broadcast it, freeze it, let clients retrain what follows, go on to the next.
 
     A pass takes a round for each group and one for the output layer. Rounds beyond that begin
-    another pass at the widths of the first; without freezing, they average all layers. A client that missed a round counts with the weights it
-    sent last, which the server keeps in the order of the global model: it may come back at any
-    time, and a new one begins with the settled layers and weights of its own for the rest.
+    another pass at the widths of the first; without freezing, they average all layers. A client
+    that missed a round counts with the weights it sent last, which the server keeps in the order
+    of the global model: it may come back at any time, and a new one begins with the settled layers
+    and weights of its own for the rest.
 
     freeze: whether clients leave settled layers as they are; else they train them on, and these
         layers are averaged in every round
