@@ -27,6 +27,7 @@ bench: .venv/ready-dev
 	$(BIN)/python benchmarks/graph.py
 	$(BIN)/python benchmarks/fusion.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/federated.py
 
 format: .venv/ready-dev
 	$(BIN)/ruff check --fix .

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,11 +19,11 @@ from torch import nn
 from nafi.experiments.data import mnist
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import dirichlet_partition
-from nafi.experiments.training import Training, train_clients
+from nafi.experiments.training import PAPER, train_clients
 from nafi.federated.samples import Samples
 
 CLIENTS = 30
-TRAINING = Training(epochs=4)
+TRAINING = replace(PAPER, epochs=4)
 
 
 def one_after_the_other(models: list[nn.Module], data: list[Samples]) -> list[nn.Module]:

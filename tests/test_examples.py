@@ -37,3 +37,11 @@ def test_custom_network() -> None:
     clients, (default, wider, averaged) = shares("custom_network.py")
     assert wider > max(clients)
     assert min(default, wider) > averaged + 30
+
+
+def test_federation() -> None:
+    _, found = shares("federation.py")
+    fedavg, layerwise, averaged = found[0:3], found[3:6], found[6:9]
+    assert layerwise[0] > fedavg[0] + 10  # after one round
+    assert averaged[1] > fedavg[1]
+    assert min(fedavg[-1], layerwise[-1], averaged[-1]) > 85

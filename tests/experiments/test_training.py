@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch import nn
 from nafi.errors import InputError
 from nafi.experiments.data import digits
 from nafi.experiments.models import MLP, draw_weights
-from nafi.experiments.training import Training, train_clients
+from nafi.experiments.training import PAPER, train_clients
 from nafi.federated.samples import Samples
+from nafi.federated.training import Training
 
 
 def alone(model: nn.Module, data: Samples, training: Training, seed: int, place: int) -> nn.Module:
@@ -48,7 +50,7 @@ def test_together_equals_alone(proximal: float) -> None:
     starts = np.cumsum([0, *sizes])
     parts = [data[slice(int(a), int(b))] for a, b in pairwise(starts)]
     models = [draw_weights(MLP([64, 20, 10]), torch.Generator().manual_seed(s)) for s in range(4)]
-    training = Training(epochs=3, proximal=proximal)
+    training = replace(PAPER, epochs=3, proximal=proximal)
     together = train_clients(models, parts, training, seed=5)
     for place, (model, part) in enumerate(zip(models, parts, strict=True)):
         expected = alone(model, part, training, 5, place)
@@ -60,7 +62,9 @@ def test_training_leaves_the_models_given_as_they_were() -> None:
     model = draw_weights(MLP([64, 5, 10]), torch.Generator().manual_seed(0))
     before = copy.deepcopy(model.state_dict())
     seen: list[tuple[int, int]] = []
-    train_clients([model], [digits().train[:40]], Training(epochs=2), 0, lambda *a: seen.append(a))
+    train_clients(
+        [model], [digits().train[:40]], replace(PAPER, epochs=2), 0, lambda *a: seen.append(a)
+    )
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
     assert seen == [(0, 2), (1, 2)]
 
@@ -68,4 +72,4 @@ def test_training_leaves_the_models_given_as_they_were() -> None:
 def test_networks_with_buffers_are_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 5), nn.BatchNorm1d(5), nn.Linear(5, 10))
     with pytest.raises(InputError, match="buffers"):
-        train_clients([model], [digits().train[:40]], Training(), 0)
+        train_clients([model], [digits().train[:40]], PAPER, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -14,7 +14,7 @@ import nafi
 from nafi.experiments.data import Dataset, mnist
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
-from nafi.experiments.training import Training, train_clients
+from nafi.experiments.training import PAPER, train_clients
 from nafi.federated.samples import Samples
 
 pytestmark = pytest.mark.usefixtures("real_data")
@@ -58,7 +58,7 @@ def clients(seed: int, hidden: int = 1) -> Trained:
         draw_weights(MLP([784, *[100] * hidden, 10]), torch.Generator().manual_seed(100 * seed + s))
         for s in range(CLIENTS)
     ]
-    models = train_clients(first, [data().train[p] for p in parts], Training(epochs=2), seed)
+    models = train_clients(first, [data().train[p] for p in parts], replace(PAPER, epochs=2), seed)
     return Trained(models, class_counts(labels, parts, 10), data().test)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,13 +20,13 @@ from nafi.experiments.data import digits
 from nafi.experiments.entries import accuracy
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
-from nafi.experiments.training import Training, train_clients
+from nafi.experiments.training import PAPER, train_clients
 from nafi.fusion import fuse
 
 CLIENTS = 8
 ALPHA = 0.5
 WIDTH = 50
-TRAINING = Training(epochs=20)
+TRAINING = replace(PAPER, epochs=20)
 
 # Every method as it comes; the penalty of the second shows that it is the dial of the width.
 METHODS: tuple[tuple[str, str, dict[str, Any]], ...] = (

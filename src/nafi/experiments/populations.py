@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from nafi.experiments.config import Experiment, Start
 from nafi.experiments.data import Dataset, load_data
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition, hold_back
-from nafi.experiments.training import Training, train_clients
+from nafi.experiments.training import PAPER, train_clients
 from nafi.federated.samples import Samples
 from nafi.files import atomic_path
 
@@ -108,12 +108,13 @@ def population(
         for s, model in enumerate(models):
             model.load_state_dict({name: value[s] for name, value in stacked.items()})
     else:
-        training = Training(
-            description.epochs,
-            description.batch,
-            description.rate,
-            description.decay,
-            description.proximal,
+        training = replace(
+            PAPER,
+            epochs=description.epochs,
+            batch=description.batch,
+            rate=description.rate,
+            decay=description.decay,
+            proximal=description.proximal,
         )
         parts = [data.train[index] for index in train]
         models = train_clients(models, parts, training, description.seed, progress)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,19 +17,13 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 from nafi.errors import InputError
 from nafi.federated.samples import Samples
+from nafi.federated.training import Training, make_optimiser
 
 Parameters = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Training:
-    """Local training: Adam with the amsgrad maximum, as in the paper's MNIST experiments."""
-
-    epochs: int = 10
-    batch: int = 32
-    rate: float = 0.01
-    decay: float = 1e-6
-    proximal: float = 0.0
+# As in the paper's MNIST experiments.
+PAPER = Training(epochs=10, batch=32, optimiser="adam", rate=0.01, decay=1e-6)
 
 
 def train_clients(
@@ -100,13 +93,8 @@ class _Stack:
             {name: nn.Parameter(value[k]) for name, value in self.parameters.items()}
             for k in range(len(models))
         ]
-        self.optimiser = torch.optim.Adam(
-            [parameter for own in self.views for parameter in own.values()],
-            lr=training.rate,
-            weight_decay=training.decay,
-            amsgrad=True,
-            fused=True,
-        )
+        parameters = [parameter for own in self.views for parameter in own.values()]
+        self.optimiser = make_optimiser(parameters, training)
         skeleton = copy.deepcopy(models[0]).to("meta")
 
         def loss(own: Parameters, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
