@@ -13,9 +13,10 @@ from nafi.reports.experiments import sections, write_markdown, write_page
 from nafi.reports.records import (
     Summary,
     accuracy_table,
+    compared_table,
     markdown,
+    paper_cifar10,
     paper_mnist,
-    paper_table,
     width_table,
 )
 from tests.pages import Page
@@ -69,10 +70,11 @@ def test_the_best_of_a_column_is_a_single_model() -> None:
 
 def test_widths_and_the_paper() -> None:
     assert width_table(NETS).rows == (("pfnm", "201"), ("nafi", "201"))
-    beside = {row[0]: row[1] for row in paper_table(NETS).rows}
+    beside = {row[0]: row[1] for row in compared_table(NETS, paper_mnist()).rows}
     assert beside["nafi"] == "92.0 (87.3)"
-    assert beside["ot"] == ""
+    assert "ot" not in beside
     assert paper_mnist()[10, 3]["nafi"] == (72.04, 4.75)
+    assert paper_cifar10()[20, 1]["fedma"] == (42.61, 2.07)
 
 
 def runs() -> dict[str, list[dict[str, Any]]]:
@@ -99,7 +101,26 @@ def runs() -> dict[str, list[dict[str, Any]]]:
             ("all neurons", 92, [1500]),
         ]
     ]
+    curves = {"fedavg": [10, 20, 15], "nafi-layerwise": [5, 25, 30], "nafi-average": [5, 20, 25]}
+    rounds = [
+        record(
+            method,
+            trial,
+            values[-1] + trial,
+            experiment="cifar10-quick",
+            clients=clients,
+            config={"title": "In rounds", "profile": "quick"},
+            rounds=[
+                {"test": v + trial, "validation": v, "bytes_down": 2_000_000, "bytes_up": 10**6}
+                for v in values
+            ],
+        )
+        for method, values in curves.items()
+        for trial in range(2)
+        for clients in (5, 10, 15)
+    ]
     return {
+        "cifar10-quick": rounds,
         "mnist-nets": NETS,
         "mnist-size": size,
         "mnist-sensitivity": sensitivity,
@@ -112,8 +133,8 @@ def test_a_page_is_whole(tmp_path: Path) -> None:
     write_page(tmp_path / "r.html", found)
     text = (tmp_path / "r.html").read_text()
     page = Page(text)
-    assert page.tags["section"] == 4
-    assert page.tags["svg"] == 3
+    assert page.tags["section"] == 5
+    assert page.tags["svg"] == 4
     assert page.tags["table"] == sum(len(section.tables) for section in found)
     assert page.fetched == []
     assert "A &amp; B" in text
@@ -125,6 +146,23 @@ def test_a_page_is_whole(tmp_path: Path) -> None:
         f"{math.log(0.5):.2f} ± 0.00",
         f"{math.log(0.2):.2f} ± 0.00",
     )
+
+
+def test_rounds_are_told_apart_from_the_last_one() -> None:
+    section = sections({"cifar10-quick": runs()["cifar10-quick"]})[0]
+    assert section.command == "nafi run cifar10 --profile quick --trials 2"
+    tables = {table.title: {row[0]: row[1] for row in table.rows} for table in section.tables}
+    last = tables["Test accuracy after the last round"]
+    assert last["fedavg"] == "15.50 ± 0.71"
+    best = tables["Test accuracy of the round that is best on validation data"]
+    assert best["fedavg"] == "20.50 ± 0.71"
+    sent = tables["Megabytes down / up, all rounds and clients"]
+    assert sent["nafi-average"] == "6.0 / 3.0"
+    beside = tables["Ours, and the paper's in brackets"]
+    assert beside["nafi-layerwise"] == "30.5 (52.6)"
+    assert section.figure is not None
+    for text in ("5 clients", "15 clients", "round"):
+        assert f"<!-- {text} -->" in section.figure  # matplotlib's own note of what it draws
 
 
 def test_markdown_goes_between_the_marks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nafi.errors import InputError
-from nafi.experiments.data import digits, mnist
+from nafi.experiments.data import cifar10, digits, load_data, mnist
 from nafi.experiments.partition import class_counts, dirichlet_partition
 
 
@@ -38,6 +38,35 @@ def test_mnist_is_whole() -> None:
         5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949
     ]  # fmt: skip
     assert float(data.train.inputs.mean()) == pytest.approx(0.1307, abs=1e-4)
+
+
+@pytest.mark.usefixtures("real_data")
+def test_cifar10_is_whole() -> None:
+    data = cifar10()
+    assert data.train.inputs.shape == (50000, 3, 32, 32)
+    assert data.test.inputs.shape == (10000, 3, 32, 32)
+    assert torch.bincount(data.train.labels).tolist() == [5000] * 10
+    assert torch.bincount(data.test.labels).tolist() == [1000] * 10
+    assert data.train.inputs.mean(dim=(0, 2, 3)).abs().max() < 1e-3
+    assert (data.train.inputs.std(dim=(0, 2, 3)) - 1).abs().max() < 1e-2
+    # The first picture of the training data is a frog.
+    assert int(data.train.labels[0]) == 6
+    part = load_data("cifar10", 100, 1)
+    assert part.train.inputs.shape == (100, 3, 32, 32)
+    assert not torch.equal(part.train.labels, load_data("cifar10", 100, 2).train.labels)
+
+
+def test_a_cifar10_file_that_was_cut_off_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAFI_DATA", str(tmp_path))
+    with pytest.raises(InputError, match=r"data_batch_1.bin does not exist"):
+        cifar10()
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    (folder / "data_batch_1.bin").write_bytes(b"\0" * 5000)
+    with pytest.raises(InputError, match=r"data_batch_1.bin holds 5000 bytes, not rows of 3073"):
+        cifar10()
 
 
 def test_files_that_cannot_be_used_are_named(

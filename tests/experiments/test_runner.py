@@ -16,7 +16,12 @@ import pytest
 
 from nafi.errors import InputError
 from nafi.experiments.cells import cells, run_cell
-from nafi.experiments.config import Experiment, experiment_names, load_experiment
+from nafi.experiments.config import (
+    Experiment,
+    RoundsExperiment,
+    experiment_names,
+    load_experiment,
+)
 from nafi.experiments.entries import accuracy
 from nafi.experiments.populations import describe, population
 from nafi.experiments.runner import read_records, read_runs, run_experiment
@@ -170,11 +175,11 @@ def test_records_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_every_experiment_of_the_paper_can_be_read() -> None:
-    expected = ["mnist-layers", "mnist-nets", "mnist-sensitivity", "mnist-size", "mnist-width"]
-    assert experiment_names() == expected
-    for name in expected:
+    mnist = ["mnist-layers", "mnist-nets", "mnist-sensitivity", "mnist-size", "mnist-width"]
+    assert experiment_names() == ["cifar10", *mnist]
+    for name in experiment_names():
         whole, quick = load_experiment(name), load_experiment(name, "quick")
-        assert whole.trials == 5
+        assert whole.trials == (5 if name in mnist else 3)
         assert quick.samples is not None
         for method in whole.methods:
             assert len(method.candidates()) <= whole.budget
@@ -184,12 +189,94 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
 
 
 @pytest.mark.usefixtures("real_data")
-@pytest.mark.parametrize("name", ["mnist-layers", "mnist-size"])
+@pytest.mark.parametrize("name", ["mnist-layers", "mnist-size", "cifar10"])
 def test_quick_profiles_run(name: str, tmp_path: Path) -> None:
     experiment = load_experiment(name, "quick")
     records = run_experiment(experiment, tmp_path / "q.jsonl", jobs=1, resume=False, progress=quiet)
     assert len(records) == len(cells(experiment))
     assert all(0 <= record["test"] <= 100 for record in records)
+
+
+@pytest.mark.usefixtures("real_data")
+def test_profiles_of_cifar10_are_those_of_the_protocol() -> None:
+    scaled, paper = (load_experiment("cifar10", profile) for profile in ("scaled", "paper"))
+    for experiment in (scaled, paper):
+        assert isinstance(experiment, RoundsExperiment)
+        assert (experiment.rounds, experiment.clients) == (5, [5, 10, 15, 20])
+        assert experiment.widths == [6, 16, 120, 84]
+        assert experiment.training.optimiser == "sgd"
+    assert (scaled.samples, scaled.training.epochs, scaled.trials) == (10000, 3, 3)
+    assert (paper.samples, paper.training.epochs, paper.trials) == (50000, 10, 5)
+    assert (scaled.label, paper.label) == ("cifar10-scaled", "cifar10-paper")
+
+
+ROUNDS: dict[str, Any] = {
+    "name": "rounds",
+    "title": "Rounds",
+    "rounds": 3,
+    "trials": 1,
+    "clients": [3],
+    "samples": 240,
+    "test_samples": 200,
+    "widths": [3, 4, 8, 6],
+    "training": {"epochs": 1, "batch": 16, "rate": 0.02, "momentum": 0.9},
+    "methods": [
+        {"name": "wide", "method": "fedavg", "widths_of": "nafi"},
+        {"name": "fedavg", "method": "fedavg"},
+        {"name": "nafi", "method": "layerwise", "grid": {"penalty": [0.0, 0.4]}},
+    ],
+}
+
+
+@pytest.mark.usefixtures("real_data")
+def test_an_experiment_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round is recorded; the choice is by validation; the control has the other's widths."""
+    monkeypatch.setenv("NAFI_CACHE", str(tmp_path / "clients"))
+    experiment = RoundsExperiment(**ROUNDS)
+    file = tmp_path / "rounds.jsonl"
+    records = run_experiment(experiment, file, jobs=1, resume=False, progress=quiet)
+    by_name = {record["method"]: record for record in records}
+    assert list(by_name) == ["wide", "fedavg", "nafi"]
+    for record in records:
+        assert [entry["round"] for entry in record["rounds"]] == [1, 2, 3]
+        last = record["rounds"][-1]
+        assert (record["test"], record["validation"]) == (last["test"], last["validation"])
+        best = max(record["candidates"], key=lambda entry: entry["validation"])
+        assert record["chosen"] == best["options"]
+    assert by_name["wide"]["widths"] == by_name["nafi"]["widths"]
+    assert by_name["fedavg"]["widths"] == [3, 4, 8, 6]
+    again = run_experiment(experiment, tmp_path / "2.jsonl", jobs=1, resume=False, progress=quiet)
+    assert [r["test"] for r in again] == [r["test"] for r in records]
+    left = [f.name for f in (tmp_path / "runs").iterdir()]
+    assert left
+    assert all(name.startswith("first-") for name in left)  # no checkpoint of a finished run
+
+
+@pytest.mark.usefixtures("real_data")
+def test_a_run_in_rounds_goes_on_from_its_last_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAFI_CACHE", str(tmp_path / "clients"))
+    experiment = RoundsExperiment(**{**ROUNDS, "methods": ROUNDS["methods"][1:2]})
+    whole = run_experiment(experiment, tmp_path / "w.jsonl", jobs=1, resume=False, progress=quiet)
+    told: list[str] = []
+
+    def stop(step: str, done: int, total: int) -> None:
+        told.append(step)
+        if "round 3" in step:
+            raise KeyboardInterrupt
+
+    file = tmp_path / "r.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(experiment, file, jobs=1, resume=False, progress=stop)
+    assert any("fedavg, 3 clients: round 1 of 3, client 2, loss" in step for step in told)
+    told.clear()
+    resumed = run_experiment(
+        experiment, file, jobs=1, resume=True, progress=lambda step, *_: told.append(step)
+    )
+    assert not any("round 1" in step or "round 2" in step for step in told)
+    assert resumed[0]["test"] == whole[0]["test"]
+    assert [e["test"] for e in resumed[0]["rounds"]] == [e["test"] for e in whole[0]["rounds"]]
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,9 @@ def _section(name: str, records: Sequence[Record]) -> Section:
     tables = [table for table in tables if table.rows]
     told = records[0]["versions"]
     versions = ", ".join(f"{package} {number}" for package, number in told.items())
-    config = records[0]["config"]
-    profile = f" --profile {config['profile']}" if config.get("profile") else ""
-    command = f"nafi run {config['name']}{profile} --trials {1 + max(r['trial'] for r in records)}"
+    profile = records[0]["config"].get("profile")
+    run = f"{name.removesuffix(f'-{profile}')} --profile {profile}" if profile else name
+    command = f"nafi run {run} --trials {1 + max(r['trial'] for r in records)}"
     return Section(title, command, tuple(tables), figure, versions)
 
 
