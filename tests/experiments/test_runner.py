@@ -247,7 +247,7 @@ def test_an_experiment_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert by_name["fedavg"]["widths"] == [3, 4, 8, 6]
     again = run_experiment(experiment, tmp_path / "2.jsonl", jobs=1, resume=False, progress=quiet)
     assert [r["test"] for r in again] == [r["test"] for r in records]
-    left = [f.name for f in (tmp_path / "runs").iterdir()]
+    left = [f.name for f in (tmp_path / "clients" / "runs").iterdir()]
     assert left
     assert all(name.startswith("first-") for name in left)  # no checkpoint of a finished run
 

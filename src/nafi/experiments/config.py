@@ -98,7 +98,15 @@ class _Experiment(_Strict):
 
     def settings(self) -> dict[str, Any]:
         """What all cells have in common; records of other settings are not to be mixed."""
-        return self.model_dump(exclude={"methods", "clients", "hidden", "trials"})
+        return self.model_dump(exclude={"methods", "clients", "hidden", "trials"}, mode="json")
+
+    def agrees(self, settings: object) -> bool:
+        """Whether these are its settings; what older records do not say is as by default."""
+        if not isinstance(settings, dict):
+            return False
+        own = self.settings()
+        usual = {name: type(self).model_fields[name].default for name in own}
+        return {name: usual[name] for name in own if name not in settings} | settings == own
 
 
 class Experiment(_Experiment):
@@ -113,11 +121,13 @@ class RoundsExperiment(_Experiment):
     """Clients train in rounds.
 
     profile: the profile of the file that it was taken from; widths: of the network's groups
+    size: width and height of images, for data that come in several
     """
 
     profile: str | None = None
 
-    data: Literal["cifar10"] = "cifar10"
+    data: Literal["cifar10", "carvana"] = "cifar10"
+    size: tuple[int, int] | None = None
     rounds: int = Field(ge=1)
     widths: list[int] = [6, 16, 120, 84]
     test_samples: int | None = Field(default=None, ge=1)

@@ -7,6 +7,7 @@ testing, checked to be whole, or an error that says how to get them.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import struct
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nafi.errors import InputError
 from nafi.federated.samples import Samples
+from nafi.files import atomic_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +35,19 @@ class Dataset:
 
 
 @lru_cache(maxsize=2)
-def load_data(name: str, samples: int | None = None, seed: int = 0) -> Dataset:
-    """A data set by its name; samples: so many of the training data, drawn by the seed."""
-    data = {"digits": digits, "mnist": mnist, "cifar10": cifar10}[name]()
+def load_data(
+    name: str,
+    samples: int | None = None,
+    seed: int = 0,
+    size: tuple[int, int] | None = None,
+) -> Dataset:
+    """A data set by its name.
+
+    samples: so many of the training data, drawn by the seed; size: width and height of images, for
+    data that come in several
+    """
+    known = {"digits": digits, "mnist": mnist, "cifar10": cifar10}
+    data = known[name]() if name in known else carvana(*(size or CARVANA_SIZE))
     if samples is None:
         return data
     order = np.random.default_rng(seed).permutation(len(data.train))[:samples]
@@ -144,6 +157,73 @@ def _cifar10_folder() -> Path:
     except (OSError, ValueError) as error:
         raise _not_downloaded(_CIFAR10, error, _CIFAR10_FOLDER) from None
     return Path(files[0]).parent
+
+
+CARVANA_SIZE = (240, 160)
+_CARVANA_TEST_CARS = 32
+
+
+def carvana(width: int, height: int) -> Dataset:
+    """Photos of cars, bytes of (n, 3, height, width), and masks, (n, 1, height, width) of 0 and 1.
+
+    The last 32 cars by their identifiers are the test data: the 16 views of a car are too much
+    alike to be on both sides. Decoded once; the images of a size are then kept in a file.
+    """
+    given = os.environ.get("NAFI_DATA")
+    if not given:
+        raise InputError(
+            "the Carvana photos cannot be downloaded without an account of their competition: set "
+            "NAFI_DATA to a folder with carvana/train/ and carvana/train_masks/ in it"
+        )
+    folder = Path(given) / "carvana"
+    photos = sorted((folder / "train").glob("*.jpg"))
+    if not photos:
+        raise InputError(f"{folder / 'train'} holds no photos; NAFI_DATA names the folder above it")
+    images, masks = _decoded(photos, folder / "train_masks", width, height)
+    cars = [photo.stem.rpartition("_")[0] for photo in photos]
+    last = set(sorted(set(cars))[-_CARVANA_TEST_CARS:])
+    test = torch.tensor([car in last for car in cars])
+    return Dataset(
+        "carvana", Samples(images[~test], masks[~test]), Samples(images[test], masks[test])
+    )
+
+
+def _decoded(photos: list[Path], folder: Path, width: int, height: int) -> tuple[Tensor, Tensor]:
+    """All photos and masks at one size, from a file if they were decoded before."""
+    told = "".join(f"{p.name} {p.stat().st_size}\n" for p in photos)
+    digest = hashlib.sha256(f"{width} {height}\n{told}".encode()).hexdigest()[:16]
+    file = cache_folder() / f"carvana-{width}x{height}-{digest}.safetensors"
+    if not file.is_file():
+        images = torch.empty(len(photos), 3, height, width, dtype=torch.uint8)
+        masks = torch.empty(len(photos), 1, height, width, dtype=torch.uint8)
+        for place, photo in enumerate(photos):
+            mask = folder / f"{photo.stem}_mask.gif"
+            images[place] = _picture(photo, "RGB", width, height).movedim(-1, 0)
+            masks[place, 0] = _picture(mask, "L", width, height) > 0
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(file) as partial:
+            save_file({"images": images, "masks": masks}, partial)
+    found = load_file(file)
+    return found["images"], found["masks"]
+
+
+def _picture(path: Path, mode: str, width: int, height: int) -> Tensor:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            how = Image.Resampling.BOX if mode == "RGB" else Image.Resampling.NEAREST
+            return torch.from_numpy(np.array(image.convert(mode).resize((width, height), how)))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist; every photo needs its mask") from None
+    except (OSError, UnidentifiedImageError) as error:
+        raise InputError(f"{path} cannot be read: {error}; get it again") from None
+
+
+def cache_folder() -> Path:
+    """Where trained clients and decoded images are kept: NAFI_CACHE, else the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nafi" / "clients"
+    return Path(os.environ.get("NAFI_CACHE", default))
 
 
 def _not_downloaded(address: str, error: Exception, folder: str) -> InputError:

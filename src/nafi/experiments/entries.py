@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nafi.federated.samples import Samples
+from nafi.federated.samples import Samples, as_numbers
 
 Record = dict[str, Any]
 _CHUNK = 1000
+_IMAGES = 64
 
 
 def entry(
@@ -38,5 +39,23 @@ def entry(
 def accuracy(model: nn.Module, samples: Samples) -> float:
     """The share of samples whose class gets the highest output, in percent."""
     with torch.no_grad():
-        found = [model(inputs).argmax(dim=1) for inputs in torch.split(samples.inputs, _CHUNK)]
+        chunks = torch.split(samples.inputs, _CHUNK)
+        found = [model(as_numbers(inputs)).argmax(dim=1) for inputs in chunks]
     return 100 * float((torch.cat(found) == samples.labels).double().mean())
+
+
+def dice(model: nn.Module, samples: Samples) -> float:
+    """The mean over images of `2 |A and B| / (|A| + |B|)`, in percent.
+
+    A is where the outputs are above zero, B the mask.
+    """
+    total = 0.0
+    with torch.no_grad():
+        for start in range(0, len(samples), _IMAGES):
+            part = samples[slice(start, start + _IMAGES)]
+            found = (model(as_numbers(part.inputs)) > 0).flatten(1)
+            wanted = part.labels.flatten(1) > 0
+            both = (found & wanted).sum(dim=1).double()
+            sizes = (found.sum(dim=1) + wanted.sum(dim=1)).double()
+            total += float(torch.where(sizes > 0, 2 * both / sizes.clamp(min=1), 1.0).sum())
+    return 100 * total / len(samples)

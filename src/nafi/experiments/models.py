@@ -51,6 +51,78 @@ class ConvNet(nn.Module):
         return found
 
 
+class UNet(nn.Module):
+    """The paper's U-Net: nine double convolutions with normalisation, and skips between them.
+
+    widths: of all 18 convolutions in the order of the data: four blocks down, the bottom, four up
+    transposed: up-sampling by transposed convolutions, which keep their width, instead of bilinear
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        channels: int = 3,
+        outputs: int = 1,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        pairs = list(zip(widths[::2], widths[1::2], strict=True))
+        before = [channels, *(last for _, last in pairs[:4])]
+        self.down = nn.ModuleList(
+            [DoubleConv(read, *pair) for read, pair in zip(before, pairs[:5], strict=True)]
+        )
+        skips = [last for _, last in reversed(pairs[:4])]
+        below = [last for _, last in pairs[4:8]]
+        self.up = nn.ModuleList(
+            [
+                DoubleConv(skip + deep, *pair)
+                for skip, deep, pair in zip(skips, below, pairs[5:], strict=True)
+            ]
+        )
+        self.rise = nn.ModuleList(
+            [
+                nn.ConvTranspose2d(deep, deep, 2, 2)
+                if transposed
+                else nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
+                for deep in below
+            ]
+        )
+        self.out = nn.Conv2d(pairs[-1][1], outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [self.down[0](x)]
+        for block in self.down[1:]:
+            seen.append(block(F.max_pool2d(seen[-1], 2)))
+        x = seen.pop()
+        for rise, block in zip(self.rise, self.up, strict=True):
+            x = block(torch.cat([seen.pop(), rise(x)], dim=1))
+        found: Tensor = self.out(x)
+        return found
+
+
+def unet_widths(base: int) -> list[int]:
+    """The widths of the paper's U-Net with so many channels in its first block; it has 64."""
+    down = [base * factor for factor in (1, 1, 2, 2, 4, 4, 8, 8, 8, 8)]
+    up = [base * factor for factor in (8, 4, 4, 2, 2, 1, 1, 1)]
+    return down + up
+
+
+class DoubleConv(nn.Module):
+    """Two convolutions, each with normalisation."""
+
+    def __init__(self, read: int, middle: int, written: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(read, middle, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(middle)
+        self.conv2 = nn.Conv2d(middle, written, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(written)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(self.conv1(x)).relu()
+        found: Tensor = self.norm2(self.conv2(x)).relu()
+        return found
+
+
 def draw_weights(model: nn.Module, generator: torch.Generator, deviation: float = 0.1) -> nn.Module:
     """Weights from N(0, deviation^2), biases 0.1, as in the public code; in place."""
     with torch.no_grad():

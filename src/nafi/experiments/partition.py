@@ -52,6 +52,19 @@ def dirichlet_partition(
     )
 
 
+def quantity_partition(
+    count: int, clients: int, alpha: float, rng: np.random.Generator, least: int = 10
+) -> list[Index]:
+    """Share out samples of one kind: clients get shares of Dir(alpha), and at least `least`."""
+    if clients < 1 or count < clients * least:
+        raise InputError(f"{count} samples are too few for {clients} clients of {least}")
+    shares = rng.dirichlet(np.full(clients, alpha))
+    # Drawing until all have enough would take forever with many clients: the rest is shared out.
+    sizes = least + np.floor(shares * (count - clients * least)).astype(int)
+    sizes[np.argmax(sizes)] += count - sizes.sum()
+    return [np.sort(part) for part in np.split(rng.permutation(count), np.cumsum(sizes)[:-1])]
+
+
 def hold_back(part: Index, share: float, rng: np.random.Generator) -> tuple[Index, Index]:
     """A client's samples to train on, and a share of them, at least one, held for validation."""
     shuffled = rng.permutation(part)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nafi.experiments.config import Experiment, Start
-from nafi.experiments.data import Dataset, load_data
+from nafi.experiments.data import Dataset, cache_folder, load_data
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition, hold_back
 from nafi.experiments.training import PAPER, train_clients
@@ -128,12 +126,6 @@ def population(
         data.train[np.concatenate(held)],
         data.test,
     )
-
-
-def cache_folder() -> Path:
-    """Where trained clients are kept: NAFI_CACHE, else the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nafi" / "clients"
-    return Path(os.environ.get("NAFI_CACHE", default))
 
 
 Index = npt.NDArray[np.intp]

@@ -16,20 +16,18 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import nn
 
 from nafi.errors import CheckpointError, InputError
 from nafi.experiments.config import MethodConfig, RoundsExperiment
-from nafi.experiments.data import load_data
-from nafi.experiments.entries import Record, accuracy, entry
-from nafi.experiments.models import ConvNet
-from nafi.experiments.partition import dirichlet_partition, hold_back
-from nafi.experiments.populations import cache_folder
+from nafi.experiments.data import cache_folder, load_data
+from nafi.experiments.entries import Record, entry
+from nafi.experiments.partition import hold_back
+from nafi.experiments.problems import PROBLEMS, Problem
 from nafi.federated.architecture import Architecture
 from nafi.federated.client import Trainer
 from nafi.federated.messages import task_to, update_from, update_to
-from nafi.federated.samples import Samples
+from nafi.federated.samples import Samples, as_numbers
 from nafi.federated.simulation import Progress, Run, simulate
 from nafi.federated.strategies import make_strategy, option_names
 from nafi.federated.strategy import Strategy, Task, Update
@@ -55,7 +53,7 @@ def run_rounds(
         return [_local(experiment, trial, training)]
     if method.widths_of is not None and widths is None:
         raise InputError(f"{method.name}: the widths of {method.widths_of} are not known")
-    architecture = _architecture(widths or experiment.widths)
+    architecture = trial.architecture(widths or experiment.widths)
     found = []
     for candidate in method.candidates():
         options = dict(candidate)
@@ -85,52 +83,54 @@ def run_rounds(
 class Trial:
     """The clients of a trial; key: what decides their data."""
 
+    problem: Problem
     data: Mapping[str, Samples]
     validation: Samples
     test: Samples
-    classes: int
     seed: int
     key: str
 
+    def architecture(self, widths: Sequence[int]) -> Architecture:
+        """The network of the problem at these widths."""
+        example = as_numbers(self.test.inputs[:2])
+        return Architecture(partial(self.problem.network, tuple(widths)), (example,))
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Accuracy on the samples that clients hold back, and on the test data."""
+        """The score on the samples that clients hold back, and on the test data."""
         return {
-            "validation": round(accuracy(model, self.validation), 3),
-            "test": round(accuracy(model, self.test), 3),
+            "validation": round(self.problem.score(model, self.validation), 3),
+            "test": round(self.problem.score(model, self.test), 3),
         }
 
 
 def share_out(experiment: RoundsExperiment, clients: int, seed: int) -> Trial:
     """Draw the training data of a trial and share it out."""
-    data = load_data(experiment.data, experiment.samples, seed)
+    problem = PROBLEMS[experiment.data]
+    data = load_data(experiment.data, experiment.samples, seed, experiment.size)
     rng = np.random.default_rng([seed, clients])
-    parts = dirichlet_partition(data.train.labels.numpy(), clients, experiment.alpha, rng)
+    parts = problem.partition(data, clients, experiment.alpha, rng)
     kept, held = zip(*(hold_back(p, experiment.validation, rng) for p in parts), strict=True)
-    settings = [experiment.data, experiment.samples, experiment.alpha, experiment.validation]
+    settings = experiment.model_dump(include={"data", "samples", "alpha", "validation", "size"})
     return Trial(
+        problem,
         {str(s): data.train[index] for s, index in enumerate(kept)},
         data.train[np.concatenate(held)],
         data.test[slice(experiment.test_samples)],
-        data.train.classes,
         seed,
-        json.dumps([RECIPE, *settings, clients, seed]),
+        json.dumps([RECIPE, settings, clients, seed]),
     )
-
-
-def _architecture(widths: Sequence[int]) -> Architecture:
-    return Architecture(partial(ConvNet, tuple(widths)), (torch.zeros(2, 3, 32, 32),))
 
 
 def _local(experiment: RoundsExperiment, trial: Trial, training: Training) -> Record:
     """Clients that never talk: as many epochs as all rounds have, each on its own data."""
     start = time.perf_counter()
-    architecture = _architecture(experiment.widths)
+    architecture = trial.architecture(experiment.widths)
     whole = Training(**{**asdict(training), "epochs": training.epochs * experiment.rounds})
     found = []
     for s, samples in enumerate(trial.data.values()):
         drawn = architecture.drawn(architecture.form, trial.seed + s)
         model = architecture.filled(architecture.form, drawn)
-        train(model, samples, whole, seed=trial.seed + s)
+        train(model, samples, whole, seed=trial.seed + s, loss=trial.problem.loss)
         found.append(trial.evaluate(model.eval()))
     means = [float(np.mean([f[name] for f in found])) for name in ("validation", "test")]
     return entry({}, means[0], means[1], [], time.perf_counter() - start)
@@ -140,7 +140,8 @@ def _resumed(strategy: Strategy, trial: Trial, label: str, progress: Progress | 
     """Run a strategy from wherever it was left; its checkpoint goes when it is done."""
     settings = json.dumps([trial.key, label, asdict(strategy.training), strategy.rounds])
     checkpoint = _runs() / f"{_digest(settings.encode())}.safetensors"
-    trainer = Trainer(strategy.architecture, trial.data, trial.classes)
+    problem = trial.problem
+    trainer = Trainer(strategy.architecture, trial.data, problem.classes, problem.loss)
     run = simulate(
         strategy,
         list(trial.data),
@@ -181,7 +182,7 @@ class _Remembered:
 
 
 def _runs() -> Path:
-    return cache_folder().parent / "runs"
+    return cache_folder() / "runs"
 
 
 def _digest(content: bytes) -> str:

@@ -22,8 +22,9 @@ import torch
 from nafi.errors import InputError
 from nafi.experiments.cells import Cell, cells, run_cell
 from nafi.experiments.config import AnyExperiment
+from nafi.experiments.data import cache_folder
 from nafi.experiments.entries import Record
-from nafi.experiments.populations import Description, cache_folder, population
+from nafi.experiments.populations import Description, population
 
 # Told what is under way, how many steps are done and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -104,9 +105,10 @@ def _finished(experiment: AnyExperiment, file: Path, resume: bool) -> dict[tuple
     if not resume:
         raise InputError(f"{file} exists already: --resume to go on with it, or another --out")
     records = read_records(file)
-    expected = json.loads(json.dumps(experiment.settings()))
     for number, record in enumerate(records, start=1):
-        if record.get("experiment") != experiment.label or record.get("config") != expected:
+        if record.get("experiment") != experiment.label or not experiment.agrees(
+            record.get("config")
+        ):
             raise InputError(
                 f"{file}: line {number} is of another experiment or other settings; give another "
                 "--out, or remove the file"

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from nafi.federated.samples import as_numbers
+
 CACHE_BYTES = 2**30
 _RANDOM = ("dropout", "rand", "bernoulli", "normal", "uniform", "multinomial", "noise")
 _CHUNK = 256
@@ -30,7 +32,7 @@ class Split:
         """What is known of every sample, on the CPU."""
         with torch.no_grad():
             parts = [
-                [value.cpu() for value in self.first(chunk.to(device))]
+                [value.cpu() for value in self.first(as_numbers(chunk.to(device)))]
                 for chunk in torch.split(inputs, _CHUNK)
             ]
         return [torch.cat(values) for values in zip(*parts, strict=True)]

@@ -15,7 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """inputs: (n, ...) numbers; labels: (n,) classes, or (n, ...) what else a loss compares to."""
+    """A row for each sample.
+
+    inputs: (n, ...) numbers or bytes; labels: (n,) classes, or (n, ...) what a loss compares to
+    """
 
     inputs: Tensor
     labels: Tensor
@@ -30,3 +33,8 @@ class Samples:
     @property
     def classes(self) -> int:
         return int(self.labels.max()) + 1
+
+
+def as_numbers(inputs: Tensor) -> Tensor:
+    """Inputs as a network takes them: bytes, as images are kept in memory, become [0, 1]."""
+    return inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.federated.prefix import CACHE_BYTES, Split, split
-from nafi.federated.samples import Samples
+from nafi.federated.samples import Samples, as_numbers
 from nafi.graph.trace import named_tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -91,7 +91,7 @@ def train(
     inputs = samples.inputs.contiguous(memory_format=layout)
     outputs_of = _cached(model, inputs, frozen, device, cache_bytes) if frozen else None
     if outputs_of is None:
-        outputs_of = lambda index: model(inputs[index].to(device))  # noqa: E731
+        outputs_of = lambda index: model(as_numbers(inputs[index].to(device)))  # noqa: E731
     total = 0.0
     for _ in range(training.epochs):
         total = 0.0
@@ -139,7 +139,7 @@ def _cached(
 ) -> Callable[[Tensor], Tensor] | None:
     """The network as a function of sample numbers, with its frozen part computed beforehand."""
     names = {name for name in frozen if name in named_tensors(model)}
-    found: Split | None = split(model, names, inputs[:2].to(device))
+    found: Split | None = split(model, names, as_numbers(inputs[:2].to(device)))
     if found is None or found.bytes_per_sample * len(inputs) > limit:
         return None
     known = found.known(inputs, device)
