@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
-from nafi.federated import Architecture, Samples
+from nafi.federated import Architecture, Samples, State, Strategy, Update
+from nafi.graph.trace import named_tensors
 
 FEATURES, CLASSES = 6, 3
 
@@ -79,3 +82,19 @@ def population(clients: int = 3, count: int = 40) -> dict[str, Samples]:
 def accuracy(model: nn.Module, samples: Samples) -> float:
     with torch.no_grad():
         return float((model(samples.inputs).argmax(dim=1) == samples.labels).double().mean())
+
+
+def passed(
+    strategy: Strategy, models: Mapping[str, nn.Module], counts: tuple[int, ...] | None = None
+) -> State:
+    """All rounds of a strategy in which nobody trains: each client begins with its model."""
+    state = strategy.start()
+    while not strategy.finished(state):
+        updates = []
+        for client, model in models.items():
+            task = strategy.task(state, client)
+            own = task.tensors if state.round else named_tensors(model)
+            sent = {n: t.detach().clone() for n, t in own.items() if n not in task.frozen}
+            updates.append(Update(client, state.round, sent, 10, counts))
+        state = strategy.aggregate(state, updates)
+    return state

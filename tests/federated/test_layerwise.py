@@ -15,10 +15,8 @@ from nafi.federated import (
     Architecture,
     Layerwise,
     Samples,
-    State,
     Trainer,
     Training,
-    Update,
     simulate,
 )
 from nafi.fusion.descent import Matcher
@@ -32,6 +30,7 @@ from tests.federated.networks import (
     accuracy,
     blobs,
     normed,
+    passed,
     pictures,
     population,
     small,
@@ -120,25 +119,6 @@ def best_order(rows: list[Tensor], out: list[Tensor], weights: Tensor) -> list[i
     return list(min(permutations(range(3)), key=distance))
 
 
-def sent(client: str, state: State, model: nn.Module, frozen: Any = ()) -> Update:
-    tensors = {n: t.detach().clone() for n, t in named_tensors(model).items() if n not in frozen}
-    return Update(client, state.round, tensors, 10, (4, 3, 3))
-
-
-def passed(strategy: Layerwise, models: dict[str, nn.Module]) -> State:
-    """A pass in which nobody trains after the first round."""
-    state = strategy.start()
-    state = strategy.aggregate(state, [sent(c, state, m) for c, m in models.items()])
-    while not strategy.finished(state):
-        updates = []
-        for client in models:
-            task = strategy.task(state, client)
-            own = {n: t for n, t in task.tensors.items() if n not in task.frozen}
-            updates.append(Update(client, state.round, own, 10, (4, 3, 3)))
-        state = strategy.aggregate(state, updates)
-    return state
-
-
 @pytest.mark.parametrize(
     ("kind", "made", "inputs", "rounds"),
     [
@@ -165,7 +145,7 @@ def test_permuted_copies_of_one_client_give_that_client(
         }
         copies[str(s)] = permute(model, spec, orders)
     strategy = Layerwise(architecture, TRAINING, rounds, batchnorm=batchnorm)
-    state = passed(strategy, copies)
+    state = passed(strategy, copies, (4, 3, 3))
     assert strategy.layers == rounds
     assert dict(state.form.widths) == spec.widths
     with torch.no_grad():
@@ -200,7 +180,7 @@ def test_batch_normalisation_is_folded_by_each_client_s_own_statistics() -> None
         other.norm2.running_mean.mul_(3.0)
         other.norm2.running_var.copy_(9.0 * (other.norm2.running_var + 1e-5) - 1e-5)
     strategy = Layerwise(normed(), TRAINING, 4)
-    state = passed(strategy, {"a": model, "b": other})
+    state = passed(strategy, {"a": model, "b": other}, (4, 3, 3))
     x = pictures(20, 3).inputs
     with torch.no_grad():
         torch.testing.assert_close(strategy.model(state)(x), model.eval()(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,144 @@
+"""Segmentation in rounds: a U-Net with skips and normalisation, no word of which is in the code."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nafi
+from nafi.experiments.entries import dice
+from nafi.experiments.models import UNet, unet_widths
+from nafi.experiments.problems import bce_and_dice
+from nafi.federated import Architecture, Layerwise, Samples, Trainer, Training, simulate, train
+from nafi.fusion.descent import Matcher
+from nafi.graph import fold_batchnorm, groups, permute
+from nafi.graph.spec import ModelSpec
+from tests.federated.networks import passed
+
+WIDTHS = unet_widths(2)
+SIDE = 32
+
+
+def shapes(count: int, seed: int, bright: float) -> Samples:
+    """Boxes on noise, as bytes; bright: how they differ from the ground, above or below it."""
+    generator = torch.Generator().manual_seed(seed)
+    images = 110 + 30 * torch.randn(count, 3, SIDE, SIDE, generator=generator)
+    masks = torch.zeros(count, 1, SIDE, SIDE, dtype=torch.uint8)
+    for image, mask in zip(images, masks, strict=True):
+        top, left = torch.randint(0, SIDE - 16, (2,), generator=generator).tolist()
+        high, wide = torch.randint(8, 16, (2,), generator=generator).tolist()
+        image[:, top : top + high, left : left + wide] += bright
+        mask[:, top : top + high, left : left + wide] = 1
+    return Samples(images.clamp(0, 255).to(torch.uint8), masks)
+
+
+def trained(seed: int, transposed: bool = False) -> nn.Module:
+    """A small U-Net with weights and statistics of its own."""
+    torch.manual_seed(seed)
+    model = UNet(WIDTHS, transposed=transposed)
+    training = Training(epochs=3, batch=6, optimiser="adam", rate=0.01)
+    train(model, shapes(24, seed, 80.0), training, seed=seed, loss=bce_and_dice)
+    return model.eval()
+
+
+def test_the_widths_of_the_paper() -> None:
+    model = UNet(unet_widths(64))
+    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert len(convolutions) == 19
+    assert [c.out_channels for c in convolutions[:10]] == [
+        64, 64, 128, 128, 256, 256, 512, 512, 512, 512
+    ]  # fmt: skip
+    assert convolutions[10].in_channels == 1024  # 512 from below, 512 of the skip
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == 18
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_folding_keeps_the_masks(transposed: bool) -> None:
+    model = trained(0, transposed)
+    x = shapes(4, 9, 80.0).inputs.float() / 255
+    spec = groups(model, (x,))
+    folded, folded_spec = fold_batchnorm(model, spec)
+    assert len(folded_spec.folded) == 18
+    with torch.no_grad():
+        torch.testing.assert_close(folded(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def copies(model: nn.Module, spec: ModelSpec, count: int) -> list[nn.Module]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        permute(
+            model,
+            spec,
+            {n: torch.randperm(g.width, generator=generator) for n, g in spec.groups.items()},
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("method", ["nafi", "ot"])
+def test_permuted_copies_fuse_to_the_same_masks(method: str, transposed: bool) -> None:
+    model = trained(0, transposed)
+    x = shapes(6, 9, 80.0).inputs.float() / 255
+    spec = groups(model, (x[:2],))
+    result = nafi.fuse([model, *copies(model, spec, 2)], (x[:2],), method=method)
+    with torch.no_grad():
+        found, expected = result.model(x), model(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found > 0, expected > 0)
+
+
+def test_a_decoder_reads_both_groups_each_at_its_offset() -> None:
+    """Skip and below have different widths and orders: a wrong offset gives another function."""
+    model = trained(0)
+    x = shapes(4, 9, 80.0).inputs.float() / 255
+    architecture = Architecture(partial(UNet, WIDTHS), (x[:2],))
+    spec = architecture.network(architecture.form)[1]
+    decoder = spec.axes["up.1.conv1.weight"][1]
+    assert [segment.groups for segment in decoder] == [("down.2.conv2",), ("up.0.conv2",)]
+    clients = dict(zip("abc", [model, *copies(model, spec, 2)], strict=True))
+    strategy = Layerwise(architecture, Training(), 19)
+    assert strategy.layers == 19
+    state = passed(strategy, clients)
+    with torch.no_grad():
+        torch.testing.assert_close(strategy.model(state)(x), model(x), rtol=1e-4, atol=1e-4)
+        wrong = swapped(state.tensors, spec)
+        other = architecture.filled(state.form, wrong)
+        assert (other.eval()(x) - model(x)).abs().max() > 1e-2
+
+
+def swapped(tensors: dict[str, Tensor] | object, spec: ModelSpec) -> dict[str, Tensor]:
+    """The decoder's two inputs the other way round."""
+    assert isinstance(tensors, dict)
+    weight = tensors["up.1.conv1.weight"]
+    first = spec.groups["down.2.conv2"].width
+    turned = torch.cat([weight[:, first:], weight[:, :first]], dim=1)
+    return {**tensors, "up.1.conv1.weight": turned}
+
+
+def test_layer_by_layer_beats_every_client_alone() -> None:
+    """One client knows bright boxes, one dark ones, one faint ones; the test has all."""
+    kinds = (90.0, -90.0, 50.0)
+    data = {str(s): shapes(20, s, bright) for s, bright in enumerate(kinds)}
+    parts = [shapes(10, 50 + s, bright) for s, bright in enumerate(kinds)]
+    test = Samples(torch.cat([p.inputs for p in parts]), torch.cat([p.labels for p in parts]))
+    example = (torch.zeros(2, 3, SIDE, SIDE),)
+    architecture = Architecture(partial(UNet, unet_widths(3)), example)
+    training = Training(epochs=2, batch=5, optimiser="adam", rate=0.01)
+    alone = []
+    for s, (client, samples) in enumerate(data.items()):
+        model = architecture.filled(
+            architecture.form, architecture.drawn(architecture.form, 100 + s)
+        )
+        whole = Training(epochs=2 * 19, batch=5, optimiser="adam", rate=0.01)
+        train(model, samples, whole, seed=s, loss=bce_and_dice)
+        alone.append(dice(model, test))
+        assert client == str(s)
+    matcher = Matcher(penalty=0.05, evidence=100.0)
+    strategy = Layerwise(architecture, training, 19, matcher=matcher, max_width=2.0)
+    work = Trainer(architecture, data, loss=bce_and_dice)
+    run = simulate(strategy, list(data), work)
+    assert dice(run.model, test) > max(alone)
