@@ -59,7 +59,7 @@ def test_tables_and_figures_are_visible(tmp_path: Path, width: int, height: int)
     title = chromium(size, profile, "--dump-dom", page.as_uri()).split("<title>")[1]
     seen = title.split("</title>")[0].split()
     tables = sum(len(section.tables) for section in found)
-    figures = sum(section.figure is not None for section in found)
+    figures = sum(len(section.figures) for section in found)
     assert seen.count("TABLE:true") == tables
     assert seen.count("svg:true") == figures
     assert seen[-1] == "overflow:false"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nafi.errors import InputError
@@ -160,9 +162,44 @@ def test_rounds_are_told_apart_from_the_last_one() -> None:
     assert sent["nafi-average"] == "6.0 / 3.0"
     beside = tables["Ours, and the paper's in brackets"]
     assert beside["nafi-layerwise"] == "30.5 (52.6)"
-    assert section.figure is not None
+    (figure,) = section.figures
     for text in ("5 clients", "15 clients", "round"):
-        assert f"<!-- {text} -->" in section.figure  # matplotlib's own note of what it draws
+        assert f"<!-- {text} -->" in figure  # matplotlib's own note of what it draws
+
+
+def test_masks_stand_side_by_side() -> None:
+    mask = np.zeros((6, 10), dtype=np.uint8)
+    mask[2:4, 3:7] = 1
+    bits = base64.b64encode(np.packbits(mask).tobytes()).decode()
+    records = [
+        record(
+            method,
+            0,
+            90.0,
+            clients=8,
+            experiment="carvana-quick",
+            config={"title": "Cars", "profile": "quick"},
+            metric="test dice",
+            pictures=[{"sample": s, "shape": [6, 10], "bits": bits} for s in (3, 7)],
+            rounds=[{"test": 90.0, "validation": 91.0, "bytes_down": 1, "bytes_up": 1}],
+        )
+        for method in ("fedavg", "nafi-layerwise")
+    ]
+    asked: list[int] = []
+
+    def photos(sample: int, settings: Any) -> Any:
+        asked.append(sample)
+        return np.full((6, 10, 3), 200, dtype=np.uint8), mask
+
+    for known, columns in [(None, 2), (photos, 4)]:
+        (section,) = sections({"carvana-quick": records}, known)
+        assert section.tables[0].title == "Test dice after the last round"
+        beside = {row[0]: row[1] for row in section.tables[1].rows}
+        assert beside["nafi-layerwise"] == "90.0 (96.5)"
+        curves, pictures = section.figures
+        assert "test dice" in curves
+        assert pictures.count("data:image/png") == 2 * columns
+    assert asked == [3, 7]
 
 
 def test_markdown_goes_between_the_marks(tmp_path: Path) -> None:

@@ -176,10 +176,10 @@ def test_records_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 
 def test_every_experiment_of_the_paper_can_be_read() -> None:
     mnist = ["mnist-layers", "mnist-nets", "mnist-sensitivity", "mnist-size", "mnist-width"]
-    assert experiment_names() == ["cifar10", *mnist]
+    assert experiment_names() == ["carvana", "cifar10", *mnist]
     for name in experiment_names():
         whole, quick = load_experiment(name), load_experiment(name, "quick")
-        assert whole.trials == (5 if name in mnist else 3)
+        assert whole.trials == {"carvana": 2, "cifar10": 3}.get(name, 5)
         assert quick.samples is not None
         for method in whole.methods:
             assert len(method.candidates()) <= whole.budget
@@ -189,7 +189,7 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
 
 
 @pytest.mark.usefixtures("real_data")
-@pytest.mark.parametrize("name", ["mnist-layers", "mnist-size", "cifar10"])
+@pytest.mark.parametrize("name", ["mnist-layers", "mnist-size", "cifar10", "carvana"])
 def test_quick_profiles_run(name: str, tmp_path: Path) -> None:
     experiment = load_experiment(name, "quick")
     records = run_experiment(experiment, tmp_path / "q.jsonl", jobs=1, resume=False, progress=quiet)

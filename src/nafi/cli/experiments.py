@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -84,8 +86,21 @@ def report(
     from nafi.reports.experiments import sections, write_markdown, write_page
 
     check_writable(out, overwrite=True)
-    found = sections(read_runs(results))
+    found = sections(read_runs(results), _photos() if os.environ.get("NAFI_DATA") else None)
     write_page(out, found)
     if markdown is not None:
         write_markdown(markdown, found)
     Console().print(f"The page is in {out}", soft_wrap=True, markup=False)
+
+
+def _photos() -> Any:
+    """Looks up a photo and its mask among the test data; they are never part of records."""
+    from nafi.experiments.data import load_data
+
+    def look(sample: int, settings: Mapping[str, Any]) -> tuple[Any, Any]:
+        size = settings.get("size")
+        test = load_data(settings["data"], size=tuple(size) if size else None).test
+        photo = test.inputs[sample].movedim(0, -1).numpy()
+        return photo, test.labels[sample, 0].numpy()
+
+    return look

@@ -15,7 +15,7 @@ import scipy
 import torch
 
 from nafi.experiments.config import AnyExperiment, MethodConfig, RoundsExperiment
-from nafi.experiments.entries import Record, accuracy, entry
+from nafi.experiments.entries import DETAILS, Record, accuracy, entry
 from nafi.experiments.populations import Description, Population, describe, population
 from nafi.experiments.rounds import run_rounds
 from nafi.federated.simulation import Progress
@@ -80,7 +80,6 @@ def run_cell(cell: Cell, progress: Progress | None = None) -> Record:
         local = experiment.width
     best = max(tried, key=lambda entry: entry["validation"])
     picked = max(tried, key=lambda entry: entry["test"])
-    rounds = best.get("rounds")
     return {
         "experiment": cell.experiment.label,
         "trial": cell.trial,
@@ -95,8 +94,8 @@ def run_cell(cell: Cell, progress: Progress | None = None) -> Record:
         "widths": best["widths"],
         "local_width": local,
         "fuse_seconds": best["seconds"],
-        "candidates": [{k: v for k, v in entry.items() if k != "rounds"} for entry in tried],
-        **({"rounds": rounds} if rounds is not None else {}),
+        "candidates": [{k: v for k, v in entry.items() if k != DETAILS} for entry in tried],
+        **best.get(DETAILS, {}),
         "seconds": round(time.perf_counter() - start, 3),
         "config": cell.experiment.settings(),
         "versions": {

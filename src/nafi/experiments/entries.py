@@ -13,6 +13,7 @@ from torch import nn
 from nafi.federated.samples import Samples, as_numbers
 
 Record = dict[str, Any]
+DETAILS = "details"
 _CHUNK = 1000
 _IMAGES = 64
 
@@ -23,17 +24,17 @@ def entry(
     test: float,
     widths: list[int],
     seconds: float,
-    rounds: list[Record] | None = None,
+    **details: Any,
 ) -> Record:
-    """A candidate: what was set, and what came of it."""
-    found = {
+    """A candidate: what was set, and what came of it; details are kept of the chosen one only."""
+    return {
         "options": options,
         "validation": round(validation, 3),
         "test": round(test, 3),
         "widths": widths,
         "seconds": round(seconds, 3),
+        **({DETAILS: details} if details else {}),
     }
-    return found if rounds is None else {**found, "rounds": rounds}
 
 
 def accuracy(model: nn.Module, samples: Samples) -> float:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +50,10 @@ def run_rounds(
     trial = share_out(experiment, clients, seed)
     training = Training(**experiment.training.model_dump())
     if method.method == "local":
-        return [_local(experiment, trial, training)]
+        return [
+            _local(experiment, trial, replace(training, **candidate), candidate)
+            for candidate in method.candidates()
+        ]
     if method.widths_of is not None and widths is None:
         raise InputError(f"{method.name}: the widths of {method.widths_of} are not known")
     architecture = trial.architecture(widths or experiment.widths)
@@ -59,23 +62,19 @@ def run_rounds(
         options = dict(candidate)
         if experiment.width_limit != "none" and "max_width" in option_names(method.method):
             options.setdefault("max_width", experiment.width_limit)
+        rounds = int(options.pop("rounds", experiment.rounds))
         strategy = make_strategy(
-            method.method, architecture, training, rounds=experiment.rounds, seed=seed, **options
+            method.method, architecture, training, rounds=rounds, seed=seed, **options
         )
         start = time.perf_counter()
         run = _resumed(strategy, trial, f"{method.name} {candidate}", progress)
         seconds = time.perf_counter() - start
         last = run.records[-1]
-        found.append(
-            entry(
-                candidate,
-                last["validation"],
-                last["test"],
-                last["widths"],
-                seconds,
-                run.records,
-            )
-        )
+        details: Record = {"rounds": run.records, "metric": trial.problem.metric}
+        if trial.problem.pictures is not None:
+            details["pictures"] = trial.problem.pictures(run.model, trial.test)
+        scores = (last["validation"], last["test"])
+        found.append(entry(candidate, *scores, last["widths"], seconds, **details))
     return found
 
 
@@ -121,11 +120,13 @@ def share_out(experiment: RoundsExperiment, clients: int, seed: int) -> Trial:
     )
 
 
-def _local(experiment: RoundsExperiment, trial: Trial, training: Training) -> Record:
+def _local(
+    experiment: RoundsExperiment, trial: Trial, training: Training, candidate: dict[str, Any]
+) -> Record:
     """Clients that never talk: as many epochs as all rounds have, each on its own data."""
     start = time.perf_counter()
     architecture = trial.architecture(experiment.widths)
-    whole = Training(**{**asdict(training), "epochs": training.epochs * experiment.rounds})
+    whole = replace(training, epochs=training.epochs * experiment.rounds)
     found = []
     for s, samples in enumerate(trial.data.values()):
         drawn = architecture.drawn(architecture.form, trial.seed + s)
@@ -133,7 +134,7 @@ def _local(experiment: RoundsExperiment, trial: Trial, training: Training) -> Re
         train(model, samples, whole, seed=trial.seed + s, loss=trial.problem.loss)
         found.append(trial.evaluate(model.eval()))
     means = [float(np.mean([f[name] for f in found])) for name in ("validation", "test")]
-    return entry({}, means[0], means[1], [], time.perf_counter() - start)
+    return entry(candidate, means[0], means[1], [], time.perf_counter() - start)
 
 
 def _resumed(strategy: Strategy, trial: Trial, label: str, progress: Progress | None) -> Run:

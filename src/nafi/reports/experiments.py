@@ -31,7 +31,7 @@ from nafi.reports.records import (
     paper_mnist,
     width_table,
 )
-from nafi.reports.rounds import round_figure, round_tables
+from nafi.reports.rounds import Photos, pictures_figure, round_figure, round_tables
 from nafi.version import __version__
 
 _BEGIN, _END = "<!-- generated: begin -->", "<!-- generated: end -->"
@@ -39,18 +39,21 @@ _BEGIN, _END = "<!-- generated: begin -->", "<!-- generated: end -->"
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment: its tables, its figure as SVG if it has one, and how it was run."""
+    """One experiment: its tables, its figures as SVG, and how it was run."""
 
     title: str
     command: str
     tables: tuple[Table, ...]
-    figure: str | None
+    figures: tuple[str, ...]
     versions: str
 
 
-def sections(runs: Mapping[str, Sequence[Record]]) -> list[Section]:
-    """A section for each experiment, in the order of their names."""
-    return [_section(name, records) for name, records in sorted(runs.items()) if records]
+def sections(runs: Mapping[str, Sequence[Record]], photos: Photos | None = None) -> list[Section]:
+    """A section for each experiment, in the order of their names.
+
+    photos: looks up what is not in records, for pictures of samples
+    """
+    return [_section(name, records, photos) for name, records in sorted(runs.items()) if records]
 
 
 def write_page(path: Path, found: Sequence[Section]) -> None:
@@ -82,18 +85,19 @@ def write_markdown(path: Path, found: Sequence[Section]) -> None:
         partial.write_text(before + body + after, encoding="utf-8")
 
 
-def _section(name: str, records: Sequence[Record]) -> Section:
+def _section(name: str, records: Sequence[Record], photos: Photos | None) -> Section:
     title = records[0]["config"]["title"]
     tables: list[Table] = []
-    figure = None
+    drawn: list[str | None] = []
     if name == "mnist-size":
-        tables, figure = _size(records)
+        tables, drawn = _size(records)
     elif name == "mnist-sensitivity":
-        tables, figure = _sensitivity(records)
+        tables, drawn = _sensitivity(records)
     elif name == "mnist-width":
-        tables, figure = _width(records)
+        tables, drawn = _width(records)
     elif any(record.get("rounds") for record in records):
-        tables, figure = round_tables(records), round_figure(records)
+        tables = round_tables(records)
+        drawn = [round_figure(records), pictures_figure(records, photos)]
     else:
         tables = [
             accuracy_table(records, "Test accuracy, chosen on validation data"),
@@ -109,10 +113,10 @@ def _section(name: str, records: Sequence[Record]) -> Section:
     profile = records[0]["config"].get("profile")
     run = f"{name.removesuffix(f'-{profile}')} --profile {profile}" if profile else name
     command = f"nafi run {run} --trials {1 + max(r['trial'] for r in records)}"
-    return Section(title, command, tuple(tables), figure, versions)
+    return Section(title, command, tuple(tables), tuple(d for d in drawn if d), versions)
 
 
-def _size(records: Sequence[Record]) -> tuple[list[Table], str]:
+def _size(records: Sequence[Record]) -> tuple[list[Table], list[str | None]]:
     """ln(J / sum J_s), as the paper's figure has it."""
     cells = by_cell(
         records, lambda r: log(sum(r["widths"]) / (r["clients"] * r["hidden"] * r["local_width"]))
@@ -124,12 +128,11 @@ def _size(records: Sequence[Record]) -> tuple[list[Table], str]:
         m: [(k[0], row[m].mean, row[m].spread or 0.0) for k, row in cells.items() if m in row]
         for m in methods
     }
-    return [table, accuracy_table(records, "Test accuracy")], figures.svg(
-        figures.size_figure(series)
-    )
+    drawn = figures.svg(figures.size_figure(series))
+    return [table, accuracy_table(records, "Test accuracy")], [drawn]
 
 
-def _sensitivity(records: Sequence[Record]) -> tuple[list[Table], str]:
+def _sensitivity(records: Sequence[Record]) -> tuple[list[Table], list[str | None]]:
     """Accuracy over the penalty and the number of clients."""
     cells = by_cell(records, lambda r: r["test"])
     penalties = sorted({float(r["chosen"]["penalty"]) for r in records})
@@ -148,10 +151,10 @@ def _sensitivity(records: Sequence[Record]) -> tuple[list[Table], str]:
     ]
     table = Table("Test accuracy by penalty", headings, tuple(rows))
     drawn = figures.sensitivity_figure(penalties, clients, values)
-    return [table], figures.svg(drawn)
+    return [table], [figures.svg(drawn)]
 
 
-def _width(records: Sequence[Record]) -> tuple[list[Table], str]:
+def _width(records: Sequence[Record]) -> tuple[list[Table], list[str | None]]:
     """Accuracy against the global width that each method came to."""
     series: dict[str, list[tuple[float, float, float]]] = {}
     ceilings: dict[str, float] = {}
@@ -169,7 +172,7 @@ def _width(records: Sequence[Record]) -> tuple[list[Table], str]:
             series.setdefault(family, []).append(point)
         rows.append((method, "" if np.isnan(factor) else f"{factor:.2f}x", str(accuracy)))
     table = Table("Accuracy against width", ("method", "width", "test accuracy"), tuple(rows))
-    return [table], figures.svg(figures.width_figure(series, ceilings))
+    return [table], [figures.svg(figures.width_figure(series, ceilings))]
 
 
 def _mean_factor(records: Sequence[Record]) -> float:

@@ -166,6 +166,23 @@ def rounds_figure(panels: Mapping[str, Mapping[str, Sequence[float]]], metric: s
     return figure
 
 
+def pictures_figure(
+    columns: Mapping[str, Sequence[npt.NDArray[np.uint8] | None]], rows: int
+) -> Figure:
+    """Pictures side by side: a column for each name, a row for each sample."""
+    figure = Figure(figsize=(1.5 * len(columns), 1.15 * rows + 0.3), layout="constrained")
+    grid = figure.subplots(rows, len(columns), squeeze=False)
+    for column, (name, pictures) in enumerate(columns.items()):
+        grid[0][column].set_title(name, fontsize="small")
+        for row in range(rows):
+            axes = grid[row][column]
+            axes.set_axis_off()
+            picture = pictures[row] if row < len(pictures) else None
+            if picture is not None:
+                axes.imshow(picture, cmap="gray", vmin=0, vmax=max(1, picture.max()))
+    return figure
+
+
 _PALETTE = ("#7a4fa3", "#b08bd0", "#c2809b", "#3c7d3c", "#8a8f2f", "#b4541f", "#51606f", "#2b9aa0")
 
 

@@ -39,12 +39,23 @@ _PAPER_CIFAR10 = """
 20  14.11 0.53  34.20 2.54  34.02 2.52  37.56 4.13  42.61 2.07  44.96 1.93
 """
 
+# The paper's dice, in percent, on the Carvana photos.
+_PAPER_CARVANA = """
+ 8  67.60 9.38  53.28 10.63  41.53 0.82  63.57 5.48  90.31 2.90  96.47 0.76
+16  27.84 12.16  42.62 0.87  48.50 9.52  54.49 5.62  75.47 3.54  83.46 3.41
+"""
+
 Figures = dict[tuple[int, int], dict[str, tuple[float, float]]]
 
 
 def paper_cifar10() -> Figures:
     """(clients, 1) -> method -> (mean, spread) as the paper has them."""
     return _figures(_PAPER_CIFAR10, PAPER_ROUNDS, 1)
+
+
+def paper_carvana() -> Figures:
+    """The same for the Carvana photos."""
+    return _figures(_PAPER_CARVANA, PAPER_ROUNDS, 1)
 
 
 def _figures(text: str, methods: Sequence[str], keys: int) -> Figures:

@@ -6,8 +6,13 @@ records; the last round counts, unless a heading says best.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from nafi.reports import figures
 from nafi.reports.records import (
@@ -19,16 +24,20 @@ from nafi.reports.records import (
     cell_name,
     compared_table,
     in_order,
+    paper_carvana,
     paper_cifar10,
     width_table,
 )
 
+Picture = npt.NDArray[np.uint8]
 
-def round_tables(records: Sequence[Record], metric: str = "test accuracy") -> list[Table]:
+
+def round_tables(records: Sequence[Record]) -> list[Table]:
     """What a run in rounds came to: last and best round, widths, bytes."""
+    metric = _metric(records)
     tables = [
-        accuracy_table(records, f"{metric.capitalize()} after the last round".strip()),
-        compared_table(records, paper_cifar10()),
+        accuracy_table(records, f"{metric.capitalize()} after the last round"),
+        compared_table(records, paper_carvana() if "dice" in metric else paper_cifar10()),
         _best_round(records, metric),
         width_table(records),
         _bytes_table(records),
@@ -37,7 +46,11 @@ def round_tables(records: Sequence[Record], metric: str = "test accuracy") -> li
     return [table for table in tables if table.rows]
 
 
-def round_figure(records: Sequence[Record], metric: str = "test accuracy, %") -> str:
+def _metric(records: Sequence[Record]) -> str:
+    return next((str(r["metric"]) for r in records if "metric" in r), "test accuracy")
+
+
+def round_figure(records: Sequence[Record]) -> str:
     """The mean over trials of every round: a panel for each number of clients."""
     panels: dict[str, dict[str, list[float]]] = {}
     timed = [r for r in records if r.get("rounds")]
@@ -50,7 +63,37 @@ def round_figure(records: Sequence[Record], metric: str = "test accuracy, %") ->
             ]
             curves[method] = [fmean(values) for values in zip(*runs, strict=True)]
         panels[f"{clients} clients"] = curves
-    return figures.svg(figures.rounds_figure(panels, metric))
+    return figures.svg(figures.rounds_figure(panels, f"{_metric(records)}, %"))
+
+
+# (sample, settings of the experiment) -> photo (height, width, 3) and mask (height, width)
+Photos = Callable[[int, Mapping[str, Any]], tuple[Picture, Picture]]
+
+
+def pictures_figure(records: Sequence[Record], photos: Photos | None) -> str | None:
+    """What each method makes of a few samples, of the first trial with the fewest clients."""
+    with_pictures = [r for r in records if r.get("pictures")]
+    if not with_pictures:
+        return None
+    fewest = min(r["clients"] for r in with_pictures)
+    shown = [r for r in with_pictures if r["clients"] == fewest and r["trial"] == 0]
+    if not shown:
+        return None
+    samples = [picture["sample"] for picture in shown[0]["pictures"]]
+    columns: dict[str, Sequence[Picture | None]] = {}
+    if photos is not None:
+        found = [photos(sample, shown[0]["config"]) for sample in samples]
+        columns = {"photo": [p for p, _ in found], "mask": [m for _, m in found]}
+    by_method = {r["method"]: r["pictures"] for r in shown}
+    for method in in_order(by_method):
+        columns[method] = [_unpacked(picture) for picture in by_method[method]]
+    return figures.svg(figures.pictures_figure(columns, len(samples)))
+
+
+def _unpacked(picture: Mapping[str, Any]) -> Picture:
+    height, width = picture["shape"]
+    bits = np.frombuffer(base64.b64decode(picture["bits"]), dtype=np.uint8)
+    return np.unpackbits(bits)[: height * width].reshape(height, width)
 
 
 def _best_round(records: Sequence[Record], metric: str) -> Table:
