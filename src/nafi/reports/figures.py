@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from nafi.errors import InputError
 from nafi.files import atomic_path
@@ -158,6 +159,7 @@ def rounds_figure(panels: Mapping[str, Mapping[str, Sequence[float]]], metric: s
             axes.plot(range(1, len(values) + 1), values, label=method, **styles[method])
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel("round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(metric)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
@@ -176,7 +178,9 @@ def pictures_figure(
         grid[0][column].set_title(name, fontsize="small")
         for row in range(rows):
             axes = grid[row][column]
-            axes.set_axis_off()
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.spines[:].set_color("#c3ccd6")
             picture = pictures[row] if row < len(pictures) else None
             if picture is not None:
                 axes.imshow(picture, cmap="gray", vmin=0, vmax=max(1, picture.max()))
