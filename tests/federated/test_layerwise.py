@@ -135,7 +135,7 @@ def test_permuted_copies_of_one_client_give_that_client(
     model = kind()
     disturb(model)
     architecture = made()
-    spec = architecture.network(architecture.form)[1]
+    spec = architecture.spec
     generator = torch.Generator().manual_seed(1)
     copies = {"0": model}
     for s in (1, 2):

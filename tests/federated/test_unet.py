@@ -96,7 +96,7 @@ def test_a_decoder_reads_both_groups_each_at_its_offset() -> None:
     model = trained(0)
     x = shapes(4, 9, 80.0).inputs.float() / 255
     architecture = Architecture(partial(UNet, WIDTHS), (x[:2],))
-    spec = architecture.network(architecture.form)[1]
+    spec = architecture.spec
     decoder = spec.axes["up.1.conv1.weight"][1]
     assert [segment.groups for segment in decoder] == [("down.2.conv2",), ("up.0.conv2",)]
     clients = dict(zip("abc", [model, *copies(model, spec, 2)], strict=True))

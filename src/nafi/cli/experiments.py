@@ -37,7 +37,7 @@ def run(
     """Run an experiment: a JSON line for every method, trial and number of clients."""
     from nafi.experiments.config import experiment_names, load_experiment
     from nafi.experiments.runner import run_experiment
-    from nafi.reports.records import accuracy_table
+    from nafi.reports.records import accuracy_table, metric_of
 
     if listed:
         for name in experiment_names():
@@ -60,7 +60,7 @@ def run(
     if as_json:
         typer.echo(json.dumps({"records": len(records), "file": str(file)}))
         return
-    summary = accuracy_table(records, f"{chosen.title}: test accuracy, {len(records)} cells")
+    summary = accuracy_table(records, f"{chosen.title}: {metric_of(records)}, {len(records)} cells")
     shown = Table(title=summary.title, caption=summary.note)
     for heading in summary.headings:
         shown.add_column(heading, justify="left" if heading == "method" else "right")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -35,28 +35,34 @@ class Form:
     folded: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(eq=False)
 class Architecture:
     """The user's network.
 
-    factory: makes it, with first weights from torch's random numbers
-    example_inputs: the arguments of its forward, as a tuple; only shapes matter
+    spec: its groups, at the widths that the factory gives it
     """
 
-    factory: Callable[[], nn.Module]
-    example_inputs: Inputs
-    spec: ModelSpec | None = None
-    _made: dict[str, tuple[nn.Module, ModelSpec]] = field(default_factory=dict, repr=False)
+    def __init__(
+        self,
+        factory: Callable[[], nn.Module],
+        example_inputs: Inputs,
+        spec: ModelSpec | None = None,
+    ) -> None:
+        """factory: makes the network, with first weights from torch's random numbers.
 
-    def __post_init__(self) -> None:
+        example_inputs: the arguments of its forward, as a tuple; only shapes matter
+        spec: from `nafi.groups`, if you have it
+        """
+        self.factory = factory
+        self.example_inputs = tuple(example_inputs)
         self._first = self._draw(0)
-        known = groups(self._first, self.example_inputs) if self.spec is None else self.spec
-        self._spec = replace(known, example_inputs=tuple(self.example_inputs))
+        known = groups(self._first, self.example_inputs) if spec is None else spec
+        self.spec = replace(known, example_inputs=self.example_inputs)
+        self._made: dict[str, tuple[nn.Module, ModelSpec]] = {}
 
     @property
     def form(self) -> Form:
         """The network as the factory makes it."""
-        return Form(self._spec.widths)
+        return Form(self.spec.widths)
 
     def network(self, form: Form) -> tuple[nn.Module, ModelSpec]:
         """A network of this form with no weights of note, and its spec."""
@@ -88,8 +94,8 @@ class Architecture:
         return model
 
     def _shaped(self, model: nn.Module, form: Form) -> tuple[nn.Module, ModelSpec]:
-        shaped = rebuild(model, self._spec, form.widths)
-        spec = self._spec.resized(form.widths)
+        shaped = rebuild(model, self.spec, form.widths)
+        spec = self.spec.resized(form.widths)
         return fold_batchnorm(shaped, spec, form.folded) if form.folded else (shaped, spec)
 
 

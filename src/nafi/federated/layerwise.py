@@ -96,8 +96,8 @@ class Layerwise(Strategy):
     @property
     def layers(self) -> int:
         """The rounds of a pass."""
-        _, spec = self.architecture.network(self.architecture.form)
-        return 1 + sum(group.parent is None for group in spec.groups.values())
+        groups = self.architecture.spec.groups.values()
+        return 1 + sum(group.parent is None for group in groups)
 
     def _networks(self, state: State) -> Networks:
         """All members' networks, with normalisation folded so that neurons can be compared."""

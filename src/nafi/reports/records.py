@@ -195,6 +195,11 @@ def width_table(records: Sequence[Record]) -> Table:
     return Table("Widths of the fused networks", ("method", *map(cell_name, cells)), rows)
 
 
+def metric_of(records: Sequence[Record]) -> str:
+    """What the numbers of the records are."""
+    return next((str(r["metric"]) for r in records if "metric" in r), "test accuracy")
+
+
 def cell_name(key: tuple[int, int]) -> str:
     """What heads the column of a cell."""
     return f"{key[0]} clients" + (f", {key[1]} hidden" if key[1] > 1 else "")

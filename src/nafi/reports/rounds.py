@@ -24,6 +24,7 @@ from nafi.reports.records import (
     cell_name,
     compared_table,
     in_order,
+    metric_of,
     paper_carvana,
     paper_cifar10,
     width_table,
@@ -34,7 +35,7 @@ Picture = npt.NDArray[np.uint8]
 
 def round_tables(records: Sequence[Record]) -> list[Table]:
     """What a run in rounds came to: last and best round, widths, bytes."""
-    metric = _metric(records)
+    metric = metric_of(records)
     tables = [
         accuracy_table(records, f"{metric.capitalize()} after the last round"),
         compared_table(records, paper_carvana() if "dice" in metric else paper_cifar10()),
@@ -44,10 +45,6 @@ def round_tables(records: Sequence[Record]) -> list[Table]:
         accuracy_table(records, "test-picked: chosen on test data, not comparable", "test_picked"),
     ]
     return [table for table in tables if table.rows]
-
-
-def _metric(records: Sequence[Record]) -> str:
-    return next((str(r["metric"]) for r in records if "metric" in r), "test accuracy")
 
 
 def round_figure(records: Sequence[Record]) -> str:
@@ -63,7 +60,7 @@ def round_figure(records: Sequence[Record]) -> str:
             ]
             curves[method] = [fmean(values) for values in zip(*runs, strict=True)]
         panels[f"{clients} clients"] = curves
-    return figures.svg(figures.rounds_figure(panels, f"{_metric(records)}, %"))
+    return figures.svg(figures.rounds_figure(panels, f"{metric_of(records)}, %"))
 
 
 # (sample, settings of the experiment) -> photo (height, width, 3) and mask (height, width)
