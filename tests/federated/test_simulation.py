@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from nafi.errors import CheckpointError
-from nafi.federated import Strategy, Trainer, Training, make_strategy, simulate
+from nafi.errors import CheckpointError, InputError
+from nafi.federated import (
+    Acceptance,
+    QuorumError,
+    Strategy,
+    Task,
+    Trainer,
+    Training,
+    Update,
+    make_strategy,
+    simulate,
+)
 from tests.federated.networks import CLASSES, population, small
 
 ROUNDS = 4
@@ -128,6 +139,77 @@ def test_records_tell_of_every_round() -> None:
     assert steps[0] == ("round 1 of 4", 0, 12)
     assert steps[-1][0].startswith("round 4 of 4, client 2, loss 0.")
     assert steps[-1][1:] == (12, 12)
+
+
+def test_the_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.safetensors"
+    strategy = made("fedavg")
+    clients = list(population())
+    simulate(strategy, clients, work(strategy), checkpoint=file)
+    other = make_strategy("fedavg", small(), strategy.training, rounds=ROUNDS, seed=2)
+    with pytest.raises(InputError, match=r"of another run: seed was 1, now it is 2"):
+        simulate(other, clients, work(other), checkpoint=file, resume=True)
+    longer = make_strategy("fedavg", small(), strategy.training, rounds=ROUNDS + 2, seed=1)
+    run = simulate(longer, clients, work(longer), checkpoint=file, resume=True)
+    assert len(run.records) == ROUNDS + 2  # more rounds of the same run are welcome
+
+
+class Broken:
+    """Fails for one client, always or in one round."""
+
+    def __init__(self, trainer: Trainer, client: str, what: str, when: int | None = None) -> None:
+        self.trainer, self.client, self.what, self.when = trainer, client, what, when
+
+    def __call__(self, client: str, task: Task) -> tuple[Update, float]:
+        update, loss = self.trainer(client, task)
+        if client != self.client or self.when not in (None, task.round):
+            return update, loss
+        if self.what == "crash":
+            raise RuntimeError("out of memory")
+        if self.what == "old":
+            return replace(update, round=task.round - 1), loss
+        name = next(iter(update.tensors))
+        broken = {**update.tensors, name: update.tensors[name] * float("nan")}
+        return replace(update, tensors=broken), loss
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("crash", "RuntimeError: out of memory"),
+        ("nan", "UpdateError: one.weight holds values that are NaN"),
+        ("old", "UpdateError: it is for round"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("fedavg", 1), ("match-then-average", 1), ("layerwise", 1), ("layerwise", 2)],
+)
+def test_a_round_goes_on_without_a_bad_update(
+    name: str, what: str, why: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = made(name)
+    broken = Broken(work(strategy), "1", what, when=1)
+    rules = Acceptance(quorum=2, classes=CLASSES)
+    run = simulate(strategy, list(population()), broken, acceptance=rules, workers=workers)
+    assert [list(record["refused"]) for record in run.records] == [[], ["1"], [], []]
+    frozen = name == "layerwise" and what == "nan"  # then the first tensor is another one
+    expected = why.replace("one.weight", "two.weight") if frozen else why
+    assert run.records[1]["refused"]["1"].startswith(expected)
+    assert "client 1 refused" in caplog.text
+    assert all(torch.isfinite(t).all() for t in run.state.tensors.values())
+
+
+def test_below_the_quorum_a_run_stops_and_can_be_resumed(tmp_path: Path) -> None:
+    strategy = made("layerwise")
+    clients, file = list(population()), tmp_path / "run.safetensors"
+    whole = simulate(strategy, clients, work(strategy))
+    broken = Broken(work(strategy), "1", "crash", when=2)
+    with pytest.raises(QuorumError, match=r"round 3 of 4: 2 of 3 clients delivered, 3 are needed"):
+        simulate(strategy, clients, broken, checkpoint=file)
+    again = simulate(strategy, clients, work(strategy), checkpoint=file, resume=True)
+    for key, tensor in whole.state.tensors.items():
+        assert torch.equal(tensor, again.state.tensors[key])
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b'\x08\0\0\0\0\0\0\0{"a":1}}'])

@@ -97,9 +97,10 @@ class TestEveryStrategy:
         for _ in range(ROUNDS):
             updates = [work(c, strategy.task(state, c))[0] for c in ("0", "1", "2")]
             state = strategy.aggregate(state, updates)
-            write_state(file, state, [{"round": state.round}])
-            back, records = read_state(file)
+            write_state(file, state, [{"round": state.round}], strategy.settings())
+            back, records, settings = read_state(file)
             assert records == [{"round": state.round}]
+            assert settings == strategy.settings()
             assert same(back.tensors, state.tensors)
             assert (back.round, back.form, back.matched) == (state.round, state.form, state.matched)
             assert list(back.members) == list(state.members)

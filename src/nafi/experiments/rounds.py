@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -172,14 +173,15 @@ class _Remembered:
         if task.tensors:
             return self.trainer(client, task)
         settings = json.dumps([self.key, client, dict(self.widths)]).encode()
-        file = _runs() / f"first-{_digest(settings + task_to(task))}.safetensors"
+        file = _runs() / f"first-{_digest(settings + task_to(task))}"
         try:
-            return update_from(file.read_bytes()), float("nan")
+            content = file.read_bytes()
+            return update_from(content[8:]), float(struct.unpack("<d", content[:8])[0])
         except (OSError, CheckpointError, InputError):
             update, loss = self.trainer(client, task)
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(file) as partial_file:
-            Path(partial_file).write_bytes(update_to(update))
+            Path(partial_file).write_bytes(struct.pack("<d", loss) + update_to(update))
         return update, loss
 
 

@@ -1,5 +1,6 @@
 """Rounds: clients train, the server matches or averages; uses `fusion`."""
 
+from nafi.federated.acceptance import Acceptance, QuorumError, UpdateError
 from nafi.federated.architecture import Architecture, Form
 from nafi.federated.averaging import FusionRounds
 from nafi.federated.client import Trainer
@@ -12,10 +13,12 @@ from nafi.federated.training import Training, train
 
 __all__ = [
     "STRATEGIES",
+    "Acceptance",
     "Architecture",
     "Form",
     "FusionRounds",
     "Layerwise",
+    "QuorumError",
     "Run",
     "Samples",
     "State",
@@ -24,6 +27,7 @@ __all__ = [
     "Trainer",
     "Training",
     "Update",
+    "UpdateError",
     "make_strategy",
     "simulate",
     "train",

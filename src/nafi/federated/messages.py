@@ -86,8 +86,10 @@ def update_from(content: bytes) -> Update:
         raise InputError(f"this is not an update: {error}") from None
 
 
-def write_state(path: Path, state: State, records: Records) -> None:
-    """Save a run after a round, whole or not at all."""
+def write_state(
+    path: Path, state: State, records: Records, settings: Mapping[str, Any] | None = None
+) -> None:
+    """Save a run after a round, whole or not at all; settings: of the strategy, to know it by."""
     order = list(state.members)
     tensors = {f"{_GLOBAL}/{name}": tensor for name, tensor in state.tensors.items()}
     for place, member in enumerate(state.members.values()):
@@ -100,13 +102,14 @@ def write_state(path: Path, state: State, records: Records) -> None:
             [name, state.members[name].samples, state.members[name].class_counts] for name in order
         ],
         "records": records,
+        "settings": dict(settings or {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
         save_file(_contiguous(tensors), partial, metadata={_KEY: json.dumps(told)})
 
 
-def read_state(path: Path) -> tuple[State, Records]:
+def read_state(path: Path) -> tuple[State, Records, dict[str, Any]]:
     """The inverse of `write_state`."""
     try:
         with safe_open(path, framework="pt") as handle:
@@ -127,7 +130,7 @@ def read_state(path: Path) -> tuple[State, Records]:
             tuple(told["matched"]),
             members,
         )
-        return state, list(told["records"])
+        return state, list(told["records"]), dict(told["settings"])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not the checkpoint of a run ({type(error).__name__}: {error}); remove it "

@@ -7,19 +7,23 @@ the same bytes.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
-from nafi.errors import InputError
+from nafi.errors import InputError, NafiError
+from nafi.federated.acceptance import Acceptance, QuorumError, shapes_of
 from nafi.federated.messages import (
     read_state,
     task_from,
@@ -30,6 +34,8 @@ from nafi.federated.messages import (
 )
 from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of
 
+log = logging.getLogger(__name__)
+Record = dict[str, Any]
 # Told what is under way, how many steps are done and how many there are.
 Progress = Callable[[str, int, int], None]
 Work = Callable[[str, Task], tuple[Update, float]]
@@ -54,6 +60,7 @@ def simulate(
     evaluate: Evaluate | None = None,
     checkpoint: Path | None = None,
     resume: bool = False,
+    acceptance: Acceptance | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Run a strategy to its end.
@@ -62,10 +69,13 @@ def simulate(
         their processes once, so it must be picklable.
     evaluate: looks at the global model after each round; its numbers go into the round's record
     checkpoint: a file that holds the run after each round; resume: go on with it if it exists
+    acceptance: which updates are used, and how many a round needs; by default every client must
+        deliver one that can be used, or the run ends with a `QuorumError`
     progress: called with (what is done, steps done, steps in all)
 
-    A record has the round, its clients, bytes down and up, counted from the tensors that are sent,
-    seconds, the clients' mean loss, the widths of the model, and what `evaluate` found.
+    A record has the round, its clients, who was refused and why, bytes down and up, counted from
+    the tensors that are sent, seconds, the clients' mean loss, the widths that clients train next,
+    and what `evaluate` found.
     """
     names = list(clients)
     if not names or len(set(names)) < len(names):
@@ -73,80 +83,148 @@ def simulate(
     state = strategy.start()
     records: Records = []
     if checkpoint is not None and resume and checkpoint.exists():
-        state, records = read_state(checkpoint)
+        state, records, settings = read_state(checkpoint)
+        _check_same_run(checkpoint, settings, strategy.settings())
     tell = progress or (lambda step, done, total: None)
+    rules = acceptance or Acceptance()
     with _crew(work, workers) as crew:
         while not strategy.finished(state):
-            state, record = _round(strategy, state, names, crew, tell)
-            model = strategy.model(state)
+            chosen = strategy.select(state, names)
+            state, record = _Round(strategy, state, rules, crew, tell).run(chosen)
             record["widths"] = list(state.form.widths.values())
             if evaluate is not None:
-                record |= evaluate(model)
+                record |= evaluate(strategy.model(state))
             records = [*records, record]
             if checkpoint is not None:
-                write_state(checkpoint, state, records)
+                write_state(checkpoint, state, records, strategy.settings())
     return Run(strategy.model(state), state, records)
 
 
-# Does several clients' tasks: (client, task) pairs in, results in the same order out.
-_Crew = Callable[[Iterator[tuple[str, Task]]], Iterator[tuple[Update, float]]]
+def _check_same_run(
+    checkpoint: Path, found: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    for name in expected:
+        if found.get(name) != expected[name]:
+            raise InputError(
+                f"{checkpoint} is of another run: {name} was {found.get(name)}, now it is "
+                f"{expected[name]}; give another checkpoint, or remove it"
+            )
 
 
-def _round(
-    strategy: Strategy, state: State, names: Sequence[str], crew: _Crew, tell: Progress
-) -> tuple[State, dict[str, Any]]:
-    start = time.perf_counter()
-    chosen = strategy.select(state, names)
-    told = f"round {state.round + 1} of {strategy.rounds}"
-    total = strategy.rounds * len(chosen)
-    losses: list[float] = []
-    sent = {"down": 0, "up": 0}
-    tell(told, state.round * len(chosen), total)
+# What came of a client's task: its update and loss, or why there is none.
+_Outcome = tuple[Update, float] | Exception
+# Does several clients' tasks: (client, task) pairs in, outcomes in the same order out.
+_Crew = Callable[[Iterator[tuple[str, Task]]], Iterator[_Outcome]]
 
-    def tasks() -> Iterator[tuple[str, Task]]:
-        for client in chosen:
-            task = strategy.task(state, client)
-            sent["down"] += size_of(task.tensors)
+
+@dataclass
+class _Round:
+    """One round under way: what was sent, who delivered and who was refused."""
+
+    strategy: Strategy
+    state: State
+    acceptance: Acceptance
+    crew: _Crew
+    tell: Progress
+    tasks: dict[str, Task] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    down: int = 0
+    up: int = 0
+
+    def run(self, clients: Sequence[str]) -> tuple[State, Record]:
+        start = time.perf_counter()
+        needed = self.acceptance.needed(len(clients))
+        self.tell(self.label, self.state.round * len(clients), self.strategy.rounds * len(clients))
+        try:
+            after = self.strategy.aggregate(self.state, self.updates(clients))
+        except NafiError as error:
+            self.check_quorum(needed, len(clients), error)
+            raise
+        self.check_quorum(needed, len(clients))
+        told = [loss for loss in self.losses if isfinite(loss)]
+        return after, {
+            "round": after.round,
+            "clients": len(clients),
+            "refused": self.refused,
+            "bytes_down": self.down,
+            "bytes_up": self.up,
+            "loss": round(fmean(told), 5) if told else None,
+            "seconds": round(time.perf_counter() - start, 3),
+        }
+
+    @property
+    def label(self) -> str:
+        return f"round {self.state.round + 1} of {self.strategy.rounds}"
+
+    def given(self, clients: Sequence[str]) -> Iterator[tuple[str, Task]]:
+        for client in clients:
+            task = self.strategy.task(self.state, client)
+            self.tasks[client] = task
+            self.down += size_of(task.tensors)
             yield client, task
 
-    def updates() -> Iterator[Update]:
-        for update, loss in crew(tasks()):
-            sent["up"] += size_of(update.tensors)
-            losses.append(loss)
-            done = state.round * len(chosen) + len(losses)
-            tell(f"{told}, client {update.client}, loss {loss:.3f}", done, total)
+    def updates(self, clients: Sequence[str]) -> Iterator[Update]:
+        """The updates that can be used, one after the other."""
+        shapes = shapes_of(self.strategy.architecture, self.state.form)
+        total = self.strategy.rounds * len(clients)
+        done = self.state.round * len(clients)
+        for client, outcome in zip(clients, self.crew(self.given(clients)), strict=True):
+            done += 1
+            try:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                update, loss = outcome
+                self.acceptance.check(update, client, self.tasks.pop(client), shapes)
+            except Exception as error:  # whatever went wrong on the client's side
+                self.refused[client] = f"{type(error).__name__}: {error}"
+                log.warning("%s: client %s refused: %s", self.label, client, self.refused[client])
+                self.tell(f"{self.label}, client {client} refused", done, total)
+                continue
+            self.up += size_of(update.tensors)
+            self.losses.append(loss)
+            self.tell(f"{self.label}, client {client}, loss {loss:.3f}", done, total)
             yield update
 
-    after = strategy.aggregate(state, updates())
-    return after, {
-        "round": after.round,
-        "clients": len(chosen),
-        "bytes_down": sent["down"],
-        "bytes_up": sent["up"],
-        "loss": round(sum(losses) / len(losses), 5),
-        "seconds": round(time.perf_counter() - start, 3),
-    }
+    def check_quorum(self, needed: int, asked: int, cause: Exception | None = None) -> None:
+        if len(self.losses) < needed:
+            reasons = "; ".join(f"client {c}: {why}" for c, why in list(self.refused.items())[:3])
+            raise QuorumError(
+                f"{self.label}: {len(self.losses)} of {asked} clients delivered, {needed} are "
+                f"needed ({reasons}). The rounds before are kept; resume to try again"
+            ) from cause
 
 
 @contextmanager
 def _crew(work: Work, workers: int) -> Iterator[_Crew]:
     if workers == 1:
-        yield lambda given: (work(client, task) for client, task in given)
+        yield lambda given: (_tried(work, client, task) for client, task in given)
         return
     # Fresh processes: forked ones would inherit the state of torch's threads.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _begin, (work,))
     try:
 
-        def together(given: Iterator[tuple[str, Task]]) -> Iterator[tuple[Update, float]]:
+        def together(given: Iterator[tuple[str, Task]]) -> Iterator[_Outcome]:
             waiting = [pool.submit(_do, client, task_to(task)) for client, task in given]
             for future in waiting:
-                content, loss = future.result()
-                yield update_from(content), loss
+                try:
+                    content, loss = future.result()
+                    outcome: _Outcome = update_from(content), loss
+                except Exception as error:  # also of a process that was killed
+                    outcome = error
+                yield outcome
 
         yield together
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _tried(work: Work, client: str, task: Task) -> _Outcome:
+    try:
+        return work(client, task)
+    except Exception as error:
+        return error
 
 
 _work: list[Work] = []

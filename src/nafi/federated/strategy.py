@@ -6,10 +6,11 @@ clients and their updates back, in this process or over a network, gets the same
 
 from __future__ import annotations
 
+import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,15 @@ class Strategy(ABC):
     @abstractmethod
     def model(self, state: State) -> nn.Module:
         """The global model, in eval mode, as if the run ended now."""
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the result, beside the network and the number of rounds; plain data."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("architecture", "rounds"):
+            del own[name]
+        plain_data = {n: asdict(v) if is_dataclass(v) else v for n, v in own.items()}  # type: ignore[arg-type]
+        settings: dict[str, Any] = json.loads(json.dumps(plain_data, default=str))
+        return {"strategy": type(self).__name__, **settings}
 
     def finished(self, state: State) -> bool:
         """Whether all rounds are done."""

@@ -1,0 +1,144 @@
+"""Which updates are used, and how many of them a round needs.
+
+Hides: everything that can be wrong with what a client sends. Promises: an update that passes has
+the tensors that were asked for, of their shapes and types, finite, and counts that are counts; one
+that does not raises an `UpdateError` that says why, and nothing of it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nafi.errors import InputError, NafiError, few
+from nafi.federated.architecture import Architecture, Form
+from nafi.federated.strategy import Task, Update, size_of
+from nafi.graph.spec import holds_numbers
+from nafi.graph.trace import named_tensors
+
+# No sum of so many counts overflows anything.
+MOST_SAMPLES = 2**48
+
+
+class UpdateError(NafiError):
+    """An update cannot be used; the message says why."""
+
+
+class QuorumError(NafiError):
+    """Too few clients sent something that can be used."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a server takes.
+
+    quorum: so many clients must deliver in a round, or such a share of those asked if it is a
+        float; by default all of them
+    max_bytes: of an update's tensors
+    max_norm: of the change to what the client was sent, over all tensors; of the tensors themselves
+        where it was sent none
+    classes: how many class counts an update must have; None if it need not have any
+    """
+
+    quorum: int | float | None = None
+    max_bytes: int | None = None
+    max_norm: float | None = None
+    classes: int | None = None
+
+    def needed(self, asked: int) -> int:
+        """How many of the clients that were asked must deliver."""
+        if self.quorum is None:
+            return asked
+        share = isinstance(self.quorum, float)
+        count = -int(-self.quorum * asked // 1) if share else int(self.quorum)
+        if not 1 <= count <= asked:
+            raise InputError(
+                f"quorum: found {self.quorum!r} for {asked} clients, expected a number of them, or "
+                "a share as a float of more than 0, at most 1.0"
+            )
+        return count
+
+    def check(self, update: Update, client: str, task: Task, shapes: Shapes) -> None:
+        """Refuse an update that is not what this client was asked for."""
+        if update.client != client:
+            raise UpdateError(f"it says that it is from {update.client!r}")
+        if type(update.round) is not int or update.round != task.round:
+            raise UpdateError(f"it is for round {update.round!r}, expected {task.round}")
+        _check_counts(update, self.classes)
+        expected = {n: kind for n, kind in shapes.items() if n not in task.frozen}
+        _check_tensors(update.tensors, expected)
+        if self.max_bytes is not None and size_of(update.tensors) > self.max_bytes:
+            raise UpdateError(
+                f"it has {size_of(update.tensors)} bytes, more than the limit of {self.max_bytes}"
+            )
+        if self.max_norm is not None:
+            norm = _change(update.tensors, task.tensors)
+            if norm > self.max_norm:
+                raise UpdateError(
+                    f"its weights moved by {norm:.4g}, more than the limit of {self.max_norm:g}"
+                )
+
+
+# Name -> shape and type of every tensor of a network.
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def shapes_of(architecture: Architecture, form: Form) -> Shapes:
+    """What the tensors of a network of this form look like."""
+    model, spec = architecture.network(form)
+    found = named_tensors(model)
+    return {name: (tuple(found[name].shape), found[name].dtype) for name in spec.axes}
+
+
+def _check_counts(update: Update, classes: int | None) -> None:
+    counts = update.class_counts
+    if not _is_count(update.samples) or update.samples == 0:
+        raise UpdateError(f"samples: found {update.samples!r}, expected a count of at least 1")
+    if counts is None:
+        if classes is not None:
+            raise UpdateError(f"class counts are missing, expected {classes}")
+        return
+    if not isinstance(counts, tuple) or not all(_is_count(count) for count in counts):
+        raise UpdateError(f"class counts: found {str(counts)[:60]}, expected counts")
+    if classes is not None and len(counts) != classes:
+        raise UpdateError(f"class counts: found {len(counts)}, expected {classes}")
+    if sum(counts) != update.samples:
+        raise UpdateError(
+            f"class counts: their sum is {sum(counts)}, but there are {update.samples} samples"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MOST_SAMPLES
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], expected: Shapes) -> None:
+    missing = [name for name in expected if name not in tensors]
+    extra = [str(name) for name in tensors if name not in expected]
+    if missing or extra:
+        told = [f"lacks {few(missing)}"] * bool(missing)
+        told += [f"has {few([name[:60] for name in extra])}"] * bool(extra)
+        raise UpdateError(f"it {' and '.join(told)}")
+    for name, (shape, dtype) in expected.items():
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor):
+            raise UpdateError(f"{name} is {type(tensor).__name__}, expected a tensor")
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            found = f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise UpdateError(f"{name}: found shape {found}, expected {shape} of {dtype}")
+        if holds_numbers(tensor) and not bool(torch.isfinite(tensor).all()):
+            raise UpdateError(f"{name} holds values that are NaN or infinite")
+        if name.endswith("running_var") and bool((tensor < 0).any()):
+            raise UpdateError(f"{name} holds negative variances")
+
+
+def _change(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
+    total = 0.0
+    for name, tensor in tensors.items():
+        if holds_numbers(tensor):
+            moved = tensor.double() - before[name].double() if name in before else tensor.double()
+            total += float(moved.square().sum())
+    return float(total**0.5)
