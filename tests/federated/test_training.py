@@ -180,6 +180,16 @@ def test_a_network_that_cannot_be_taken_apart_trains_all_the_same() -> None:
     assert torch.equal(before, model.first.weight)
 
 
+@pytest.mark.parametrize("device", ["cuda", "abacus", "mps"])
+def test_a_device_that_is_not_here_is_named(device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is here")
+    if device == "mps" and torch.backends.mps.is_available():
+        pytest.skip("it is here")
+    with pytest.raises(InputError, match=f"device: '{device}'"):
+        train(seeded(Small), blobs(5, 0), PLAIN, seed=0, device=device)
+
+
 def test_batches_hold_every_sample_once_and_never_one_alone() -> None:
     for count in range(1, 40):
         for size in (1, 2, 5, 8):

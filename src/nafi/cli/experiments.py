@@ -32,11 +32,15 @@ def run(
     profile: Annotated[
         str | None, typer.Option(help="Settings of the file under [profile.NAME], like quick.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where clients train in rounds: cpu, cuda, mps.")
+    ] = "cpu",
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Run an experiment: a JSON line for every method, trial and number of clients."""
     from nafi.experiments.config import experiment_names, load_experiment
     from nafi.experiments.runner import run_experiment
+    from nafi.federated.training import check_device
     from nafi.reports.records import accuracy_table, metric_of
 
     if listed:
@@ -46,11 +50,14 @@ def run(
     if experiment is None:
         raise InputError(f"give an experiment: {', '.join(experiment_names())}, or a .toml file")
     chosen = load_experiment(experiment, profile, trials=trials)
+    check_device(device)
     suffix = f"-{profile}" if profile else ""
     file = out or Path("results") / f"{chosen.name}{suffix}.jsonl"
     try:
         with progress_bar(as_json) as progress:
-            records = run_experiment(chosen, file, jobs=jobs, resume=resume, progress=progress)
+            records = run_experiment(
+                chosen, file, jobs=jobs, resume=resume, progress=progress, device=device
+            )
     except KeyboardInterrupt:
         again = ["nafi", "run", experiment, "--resume"]
         again += ["--out", str(out)] if out else []

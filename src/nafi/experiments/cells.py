@@ -68,12 +68,17 @@ def cells(experiment: AnyExperiment) -> list[Cell]:
     ]
 
 
-def run_cell(cell: Cell, progress: Progress | None = None) -> Record:
-    """Try every candidate, keep the one that does best on validation data."""
+def run_cell(cell: Cell, progress: Progress | None = None, device: str = "cpu") -> Record:
+    """Try every candidate, keep the one that does best on validation data.
+
+    device: where clients of an experiment in rounds train
+    """
     start = time.perf_counter()
     experiment = cell.experiment
     if isinstance(experiment, RoundsExperiment):
-        tried = run_rounds(experiment, cell.method, cell.clients, cell.seed, cell.widths, progress)
+        tried = run_rounds(
+            experiment, cell.method, cell.clients, cell.seed, cell.widths, progress, device
+        )
         local: int | list[int] = experiment.widths
     else:
         tried = _local(cell) if cell.method.method == "local" else _fused(cell)

@@ -47,13 +47,14 @@ def run_rounds(
     seed: int,
     widths: tuple[int, ...] | None,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> list[Record]:
     """An entry for each candidate of a method, with its rounds."""
     trial = share_out(experiment, clients, seed)
     training = Training(**experiment.training.model_dump())
     if method.method == "local":
         return [
-            _local(experiment, trial, replace(training, **candidate), candidate)
+            _local(experiment, trial, replace(training, **candidate), candidate, device)
             for candidate in method.candidates()
         ]
     if method.widths_of is not None and widths is None:
@@ -69,7 +70,7 @@ def run_rounds(
             method.method, architecture, training, rounds=rounds, seed=seed, **options
         )
         start = time.perf_counter()
-        run = _resumed(strategy, trial, f"{method.name} {candidate}", progress)
+        run = _resumed(strategy, trial, f"{method.name} {candidate}", progress, device)
         seconds = time.perf_counter() - start
         last = run.records[-1]
         details: Record = {"rounds": run.records, "metric": trial.problem.metric}
@@ -123,7 +124,11 @@ def share_out(experiment: RoundsExperiment, clients: int, seed: int) -> Trial:
 
 
 def _local(
-    experiment: RoundsExperiment, trial: Trial, training: Training, candidate: dict[str, Any]
+    experiment: RoundsExperiment,
+    trial: Trial,
+    training: Training,
+    candidate: dict[str, Any],
+    device: str,
 ) -> Record:
     """Clients that never talk: as many epochs as all rounds have, each on its own data."""
     start = time.perf_counter()
@@ -133,18 +138,20 @@ def _local(
     for s, samples in enumerate(trial.data.values()):
         drawn = architecture.drawn(architecture.form, trial.seed + s)
         model = architecture.filled(architecture.form, drawn)
-        train(model, samples, whole, seed=trial.seed + s, loss=trial.problem.loss)
+        train(model, samples, whole, seed=trial.seed + s, loss=trial.problem.loss, device=device)
         found.append(trial.evaluate(model.eval()))
     means = [float(np.mean([f[name] for f in found])) for name in ("validation", "test")]
     return entry(candidate, means[0], means[1], [], time.perf_counter() - start)
 
 
-def _resumed(strategy: Strategy, trial: Trial, label: str, progress: Progress | None) -> Run:
+def _resumed(
+    strategy: Strategy, trial: Trial, label: str, progress: Progress | None, device: str
+) -> Run:
     """Run a strategy from wherever it was left; its checkpoint goes when it is done."""
     settings = json.dumps([trial.key, label, asdict(strategy.training), strategy.rounds])
     checkpoint = _runs() / f"{_digest(settings.encode())}.safetensors"
     problem = trial.problem
-    trainer = Trainer(strategy.architecture, trial.data, problem.classes, problem.loss)
+    trainer = Trainer(strategy.architecture, trial.data, problem.classes, problem.loss, device)
     run = simulate(
         strategy,
         list(trial.data),

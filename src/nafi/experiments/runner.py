@@ -33,12 +33,19 @@ _Result = TypeVar("_Result")
 
 
 def run_experiment(
-    experiment: AnyExperiment, file: Path, *, jobs: int, resume: bool, progress: Progress
+    experiment: AnyExperiment,
+    file: Path,
+    *,
+    jobs: int,
+    resume: bool,
+    progress: Progress,
+    device: str = "cpu",
 ) -> list[Record]:
     """Run all cells that `file` does not hold yet; the records of all of them.
 
     jobs: processes, each with one thread; 1 for this process alone
     resume: go on with an existing file; without it, an existing file is refused
+    device: where clients of an experiment in rounds train, like cpu, cuda or mps
     """
     done = _finished(experiment, file, resume)
     todo = [cell for cell in cells(experiment) if cell.key not in done]
@@ -135,10 +142,10 @@ def _waves(todo: Sequence[Cell], done: Mapping[tuple[Any, ...], Record]) -> Iter
     ]
 
 
-def _run_here(cell: Cell, progress: Progress, of: tuple[int, int]) -> Record:
+def _run_here(cell: Cell, progress: Progress, of: tuple[int, int], device: str) -> Record:
     """Run a cell in this process, and tell what it is at."""
     label = f"{cell.method.name}, {cell.clients} clients"
-    return run_cell(cell, lambda step, done, total: progress(f"{label}: {step}", *of))
+    return run_cell(cell, lambda step, done, total: progress(f"{label}: {step}", *of), device)
 
 
 def _train(description: Description) -> None:

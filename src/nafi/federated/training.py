@@ -77,6 +77,7 @@ def train(
     """
     if not len(samples):
         raise InputError("a client without samples cannot train")
+    check_device(device)
     # Convolutions are faster with the channels of images last.
     images = samples.inputs.ndim == 4
     layout = torch.channels_last if images else torch.contiguous_format
@@ -109,6 +110,14 @@ def train(
         parameter.requires_grad_(True)
     model.to("cpu").to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
     return total / len(samples)
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that torch does not know or that is not here."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise InputError(f"device: {name!r} cannot be used here; cpu always can") from None
 
 
 def batches(count: int, size: int, rng: np.random.Generator) -> Iterator[Tensor]:
