@@ -57,12 +57,16 @@ def run_experiment(
         progress(told, count + 1, total)
     file.parent.mkdir(parents=True, exist_ok=True)
     count = len(untrained)
+
+    def here(cell: Cell) -> Record:
+        """Run a cell in this process, and tell what it is at."""
+        label = f"{cell.method.name}, {cell.clients} clients"
+        return run_cell(cell, lambda step, *_: progress(f"{label}: {step}", count, total), device)
+
+    apart = partial(run_cell, device=device)
     with file.open("a", encoding="utf-8") as lines:
         for wave in _waves(todo, done):
-            work = (
-                run_cell if jobs > 1 else partial(_run_here, progress=progress, of=(count, total))
-            )
-            for cell, record in _each(work, wave, jobs):
+            for cell, record in _each(here if jobs == 1 else apart, wave, jobs):
                 done[cell.key] = record
                 lines.write(json.dumps(record) + "\n")
                 lines.flush()
@@ -140,12 +144,6 @@ def _waves(todo: Sequence[Cell], done: Mapping[tuple[Any, ...], Record]) -> Iter
         for cell in todo
         if cell.method.widths_of is not None
     ]
-
-
-def _run_here(cell: Cell, progress: Progress, of: tuple[int, int], device: str) -> Record:
-    """Run a cell in this process, and tell what it is at."""
-    label = f"{cell.method.name}, {cell.clients} clients"
-    return run_cell(cell, lambda step, done, total: progress(f"{label}: {step}", *of), device)
 
 
 def _train(description: Description) -> None:
