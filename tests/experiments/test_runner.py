@@ -253,6 +253,20 @@ def test_an_experiment_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("real_data")
+def test_some_methods_and_numbers_of_clients_can_be_chosen(tmp_path: Path) -> None:
+    experiment = load_experiment("cifar10", "paper", clients=["5", "20"])
+    assert experiment.clients == [5, 20]
+    two = experiment.only(["fedavg", "local"])
+    assert [method.name for method in two.methods] == ["local", "fedavg"]
+    assert two.agrees(experiment.settings())
+    with pytest.raises(InputError, match="there is no 'fedsgd'; known: local, fedavg"):
+        experiment.only(["fedsgd"])
+    wide = RoundsExperiment(**ROUNDS).only(["wide"])
+    with pytest.raises(InputError, match="wide needs the widths of nafi: run that one, too"):
+        run_experiment(wide, tmp_path / "w.jsonl", jobs=1, resume=False, progress=quiet)
+
+
+@pytest.mark.usefixtures("real_data")
 def test_a_run_in_rounds_goes_on_from_its_last_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

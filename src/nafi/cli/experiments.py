@@ -26,6 +26,12 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Where records go; results/NAME.jsonl by default.")
     ] = None,
+    clients: Annotated[
+        str | None, typer.Option(help="Numbers of clients instead of its own, like 5,20.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Only these of its methods, like fedavg,nafi.")
+    ] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Trials instead of its own.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with existing records.")] = False,
@@ -49,7 +55,11 @@ def run(
         return
     if experiment is None:
         raise InputError(f"give an experiment: {', '.join(experiment_names())}, or a .toml file")
-    chosen = load_experiment(experiment, profile, trials=trials)
+    chosen = load_experiment(
+        experiment, profile, trials=trials, clients=clients.split(",") if clients else None
+    )
+    if methods is not None:
+        chosen = chosen.only(methods.split(","))
     check_device(device)
     suffix = f"-{profile}" if profile else ""
     file = out or Path("results") / f"{chosen.name}{suffix}.jsonl"
@@ -61,7 +71,12 @@ def run(
     except KeyboardInterrupt:
         again = ["nafi", "run", experiment, "--resume"]
         again += ["--out", str(out)] if out else []
-        again += ["--profile", profile] if profile else []
+        for option, value in {
+            "--profile": profile,
+            "--clients": clients,
+            "--methods": methods,
+        }.items():
+            again += [option, value] if value else []
         tell(f"stopped; finished cells are in {file}. To go on: {shlex.join(again)}")
         raise typer.Exit(130) from None
     if as_json:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import tomllib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
@@ -99,6 +100,14 @@ class _Experiment(_Strict):
     def settings(self) -> dict[str, Any]:
         """What all cells have in common; records of other settings are not to be mixed."""
         return self.model_dump(exclude={"methods", "clients", "hidden", "trials"}, mode="json")
+
+    def only(self, names: Sequence[str]) -> Self:
+        """The experiment with some of its methods."""
+        known = [method.name for method in self.methods]
+        for name in names:
+            if name not in known:
+                raise InputError(f"--methods: there is no {name!r}; known: {', '.join(known)}")
+        return self.model_copy(update={"methods": [m for m in self.methods if m.name in names]})
 
     def agrees(self, settings: object) -> bool:
         """Whether these are its settings; what older records do not say is as by default."""

@@ -139,11 +139,17 @@ def _untrained(todo: Sequence[Cell]) -> list[Description]:
 def _waves(todo: Sequence[Cell], done: Mapping[tuple[Any, ...], Record]) -> Iterator[list[Cell]]:
     """The cells that need nothing of others, then those that need their widths."""
     yield [cell for cell in todo if cell.method.widths_of is None]
-    yield [
-        replace(cell, widths=tuple(done[(*cell.key[:-1], cell.method.widths_of)]["widths"]))
-        for cell in todo
-        if cell.method.widths_of is not None
-    ]
+    rest = []
+    for cell in todo:
+        if cell.method.widths_of is not None:
+            other = done.get((*cell.key[:-1], cell.method.widths_of))
+            if other is None:
+                raise InputError(
+                    f"method {cell.method.name} needs the widths of {cell.method.widths_of}: run "
+                    "that one, too"
+                )
+            rest.append(replace(cell, widths=tuple(other["widths"])))
+    yield rest
 
 
 def _train(description: Description) -> None:
