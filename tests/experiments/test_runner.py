@@ -252,6 +252,16 @@ def test_an_experiment_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(name.startswith("first-") for name in left)  # no checkpoint of a finished run
 
 
+def test_other_candidates_are_not_mixed(tmp_path: Path) -> None:
+    file = tmp_path / "small.jsonl"
+    methods = [{"name": "nafi", "method": "nafi", "grid": {"penalty": [0.1, 0.2]}}]
+    settings = {**SMALL, "trials": 1, "methods": methods}
+    run_experiment(Experiment(**settings), file, jobs=1, resume=False, progress=quiet)
+    methods[0]["grid"] = {"penalty": [0.1, 0.4]}
+    with pytest.raises(InputError, match="line 1: nafi had other candidates"):
+        run_experiment(Experiment(**settings), file, jobs=1, resume=True, progress=quiet)
+
+
 @pytest.mark.usefixtures("real_data")
 def test_some_methods_and_numbers_of_clients_can_be_chosen(tmp_path: Path) -> None:
     experiment = load_experiment("cifar10", "paper", clients=["5", "20"])

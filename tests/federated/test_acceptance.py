@@ -115,6 +115,7 @@ def test_a_quorum_is_a_number_or_a_share() -> None:
     assert Acceptance(quorum=3).needed(7) == 3
     assert Acceptance(quorum=0.5).needed(7) == 4
     assert Acceptance(quorum=1.0).needed(7) == 7
+    assert Acceptance(quorum=0.07).needed(100) == 7
     for quorum in (0, 8, 0.0, 1.5, -1):
         with pytest.raises(InputError, match="quorum"):
             Acceptance(quorum=quorum).needed(7)

@@ -17,6 +17,7 @@ from nafi.federated import (
     Samples,
     Trainer,
     Training,
+    Update,
     simulate,
 )
 from nafi.fusion.descent import Matcher
@@ -279,3 +280,71 @@ def test_one_client_alone_cannot_be_matched() -> None:
     data = population(1)
     with pytest.raises(InputError, match=r"found 1 clients .* at least two"):
         simulate(strategy, list(data), Trainer(strategy.architecture, data, CLASSES))
+
+
+def test_without_freezing_an_absent_client_counts_with_what_all_have() -> None:
+    """Two of three send back what they got: settled layers stay as they are."""
+    strategy = Layerwise(small(), TRAINING, 3, freeze=False)
+    data = population()
+    work, state = Trainer(strategy.architecture, data, CLASSES), strategy.start()
+    state = strategy.aggregate(state, [work(c, strategy.task(state, c))[0] for c in data])
+    same = [Update(c, 1, dict(strategy.task(state, c).tensors), 10, (4, 3, 3)) for c in ("0", "1")]
+    after = strategy.aggregate(state, same)
+    torch.testing.assert_close(after.tensors["one.weight"], state.tensors["one.weight"])
+
+
+class Residual(nn.Module):
+    """A stream that two layers write to, and one within that is matched after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.inner = nn.Conv2d(4, 5, 3, padding=1)
+        self.back = nn.Conv2d(5, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.out = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        x = x + self.norm(self.back(self.inner(x).relu()))
+        found: Tensor = self.out(x.relu().mean((2, 3)))
+        return found
+
+
+def test_a_layer_that_reads_what_is_not_matched_is_not_settled_in_parts() -> None:
+    """`back` writes to the matched stream but reads `inner`: weight, bias and norm wait for it."""
+    torch.manual_seed(2)
+    model = Residual()
+    disturb(model)
+    x = pictures(10, 0).inputs
+    architecture = Architecture(Residual, (x[:2],))
+    strategy = Layerwise(architecture, TRAINING, 3)
+    generator = torch.Generator().manual_seed(1)
+    spec = architecture.spec
+    orders = {n: torch.randperm(g.width, generator=generator) for n, g in spec.groups.items()}
+    models = {"a": model, "b": permute(model, spec, orders)}
+    state = strategy.start()
+    sent = [
+        Update(c, 0, {n: t.detach().clone() for n, t in named_tensors(m).items()}, 10, (4, 3, 3))
+        for c, m in models.items()
+    ]
+    state = strategy.aggregate(state, sent)
+    assert set(state.tensors) == {"stem.weight", "stem.bias"}
+    assert not state.form.folded
+    final = passed(strategy, models, (4, 3, 3))
+    assert final.form.folded == (("back", "norm"),)
+    with torch.no_grad():
+        torch.testing.assert_close(strategy.model(final)(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_newcomer_of_a_second_pass_has_no_dead_neurons() -> None:
+    matcher = Matcher(penalty=0.0, evidence=500.0)
+    strategy = Layerwise(small(), TRAINING, 6, matcher=matcher)
+    data = population()
+    work, state = Trainer(strategy.architecture, data, CLASSES), strategy.start()
+    for _ in range(4):
+        state = strategy.aggregate(state, [work(c, strategy.task(state, c))[0] for c in data])
+    task = strategy.task(state, "new")
+    members = [m.tensors["two.weight"] for m in state.members.values()]
+    torch.testing.assert_close(task.tensors["two.weight"], sum(members) / 3)
+    assert set(task.tensors) == set(named_tensors(Small()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,7 +29,7 @@ from nafi.federated import (
     make_strategy,
     simulate,
 )
-from tests.federated.networks import CLASSES, population, small
+from tests.federated.networks import CLASSES, normed, population, small
 
 ROUNDS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -122,9 +124,9 @@ def test_records_tell_of_every_round() -> None:
     steps: list[tuple[str, int, int]] = []
     seen: list[nn.Module] = []
 
-    def evaluate(model: nn.Module) -> dict[str, float]:
+    def evaluate(model: nn.Module) -> dict[str, Any]:
         seen.append(model)
-        return {"score": float(len(seen))}
+        return {"score": np.float32(len(seen))}
 
     run = simulate(
         strategy,
@@ -149,6 +151,9 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     other = make_strategy("fedavg", small(), strategy.training, rounds=ROUNDS, seed=2)
     with pytest.raises(InputError, match=r"of another run: seed was 1, now it is 2"):
         simulate(other, clients, work(other), checkpoint=file, resume=True)
+    wider = make_strategy("fedavg", normed(), strategy.training, rounds=ROUNDS, seed=1)
+    with pytest.raises(InputError, match="of another run: network was 6 tensors"):
+        simulate(wider, clients, work(wider), checkpoint=file, resume=True)
     longer = make_strategy("fedavg", small(), strategy.training, rounds=ROUNDS + 2, seed=1)
     run = simulate(longer, clients, work(longer), checkpoint=file, resume=True)
     assert len(run.records) == ROUNDS + 2  # more rounds of the same run are welcome
@@ -198,6 +203,31 @@ def test_a_round_goes_on_without_a_bad_update(
     assert run.records[1]["refused"]["1"].startswith(expected)
     assert "client 1 refused" in caplog.text
     assert all(torch.isfinite(t).all() for t in run.state.tensors.values())
+
+
+class Dying:
+    """A trainer whose process is killed while it works for one client."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def __call__(self, client: str, task: Task) -> tuple[Update, float]:
+        if client == "1" and task.round == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.trainer(client, task)
+
+
+def test_a_killed_worker_is_replaced() -> None:
+    strategy = made("fedavg")
+    run = simulate(
+        strategy,
+        list(population()),
+        Dying(work(strategy)),
+        workers=2,
+        acceptance=Acceptance(quorum=1),
+    )
+    assert "1" in run.records[1]["refused"] or len(run.records[1]["refused"]) == 3
+    assert [len(record["refused"]) for record in run.records[2:]] == [0, 0]
 
 
 def test_below_the_quorum_a_run_stops_and_can_be_resumed(tmp_path: Path) -> None:

@@ -162,6 +162,9 @@ def test_unknown_strategies_and_bad_numbers_are_named() -> None:
         made("layerwise", method="ot")
     with pytest.raises(InputError, match="penalty"):
         made("layerwise", method="pfnm", penalty=0.1)
+    for wrong in ({"method": "ensemble"}, {"evidence": -3.0}, {"method": "ot", "penalty": 0.1}):
+        with pytest.raises(InputError, match="|".join(wrong)):
+            made("match-then-average", **wrong)
     with pytest.raises(InputError, match="differ"):
         simulate(made("fedavg"), ["a", "a"], trainer(made("fedavg")))
 
@@ -195,6 +198,14 @@ def test_class_shares_weigh_the_rows_of_the_output_layer() -> None:
     torch.testing.assert_close(
         after["one.weight"], (tensors[0]["one.weight"] + tensors[1]["one.weight"]) / 2
     )
+
+
+def test_class_shares_need_class_counts_that_fit() -> None:
+    strategy = FusionRounds(small(), TRAINING, 1, class_shares=True)
+    state = strategy.start()
+    for counts, why in [(None, "client 0 sent no class counts"), ((5, 0, 0, 0), "found 4 classes")]:
+        with pytest.raises(InputError, match=why):
+            strategy.aggregate(state, [Update("0", 0, state.tensors, 5, counts)])
 
 
 def test_averaging_holds_one_update_at_a_time() -> None:

@@ -188,9 +188,13 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> An
     names = [method.name for method in experiment.methods]
     if len(set(names)) < len(names):
         raise InputError(f"{name}: two methods have the same name")
+    sources = [method.name for method in experiment.methods if method.widths_of is None]
     for method in experiment.methods:
-        if method.widths_of is not None and method.widths_of not in names:
-            raise InputError(f"{name}: method {method.name} takes widths of an unknown method")
+        if method.widths_of is not None and method.widths_of not in sources:
+            raise InputError(
+                f"{name}: method {method.name} takes the widths of {method.widths_of}, which is no "
+                "method with widths of its own"
+            )
     return experiment
 
 

@@ -12,7 +12,7 @@ import json
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,8 @@ def share_out(experiment: RoundsExperiment, clients: int, seed: int) -> Trial:
     rng = np.random.default_rng([seed, clients])
     parts = problem.partition(data, clients, experiment.alpha, rng)
     kept, held = zip(*(hold_back(p, experiment.validation, rng) for p in parts), strict=True)
-    settings = experiment.model_dump(include={"data", "samples", "alpha", "validation", "size"})
+    decisive = {"data", "samples", "alpha", "validation", "size", "test_samples"}
+    settings = experiment.model_dump(include=decisive)
     return Trial(
         problem,
         {str(s): data.train[index] for s, index in enumerate(kept)},
@@ -148,7 +149,7 @@ def _resumed(
     strategy: Strategy, trial: Trial, label: str, progress: Progress | None, device: str
 ) -> Run:
     """Run a strategy from wherever it was left; its checkpoint goes when it is done."""
-    settings = json.dumps([trial.key, label, asdict(strategy.training), strategy.rounds])
+    settings = json.dumps([trial.key, label, strategy.settings(), strategy.rounds])
     checkpoint = _runs() / f"{_digest(settings.encode())}.safetensors"
     problem = trial.problem
     trainer = Trainer(strategy.architecture, trial.data, problem.classes, problem.loss, device)

@@ -25,6 +25,7 @@ from nafi.experiments.config import AnyExperiment
 from nafi.experiments.data import cache_folder
 from nafi.experiments.entries import Record
 from nafi.experiments.populations import Description, population
+from nafi.files import atomic_path
 
 # Told what is under way, how many steps are done and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -49,6 +50,7 @@ def run_experiment(
     """
     done = _finished(experiment, file, resume)
     todo = [cell for cell in cells(experiment) if cell.key not in done]
+    _check_widths(todo, done)
     untrained = _untrained(todo)
     total = len(untrained) + len(todo)
     progress("training clients" if untrained else experiment.name, 0, total)
@@ -126,8 +128,22 @@ def _finished(experiment: AnyExperiment, file: Path, resume: bool) -> dict[tuple
             )
     text = "".join(json.dumps(record) + "\n" for record in records)
     if text != file.read_text(encoding="utf-8"):
-        file.write_text(text, encoding="utf-8")
+        with atomic_path(file) as partial_file:
+            Path(partial_file).write_text(text, encoding="utf-8")
+    _check_candidates(experiment, file, records)
     return {(r["trial"], r["clients"], r["hidden"], r["method"]): r for r in records}
+
+
+def _check_candidates(experiment: AnyExperiment, file: Path, records: Sequence[Record]) -> None:
+    """Refuse records of a method that had others to choose from."""
+    candidates = {m.name: json.loads(json.dumps(m.candidates())) for m in experiment.methods}
+    for number, record in enumerate(records, start=1):
+        tried = [entry["options"] for entry in record["candidates"]]
+        if record["method"] in candidates and tried != candidates[record["method"]]:
+            raise InputError(
+                f"{file}: line {number}: {record['method']} had other candidates; remove its lines "
+                "to run it again, or give another --out"
+            )
 
 
 def _untrained(todo: Sequence[Cell]) -> list[Description]:
@@ -136,20 +152,25 @@ def _untrained(todo: Sequence[Cell]) -> list[Description]:
     return [d for d in needed if not (cache_folder() / f"{d.key}.safetensors").is_file()]
 
 
+def _check_widths(todo: Sequence[Cell], done: Mapping[tuple[Any, ...], Record]) -> None:
+    """Refuse cells whose widths are those of a method that is neither done nor to be run."""
+    known = {*done, *(cell.key for cell in todo)}
+    for cell in todo:
+        other = cell.method.widths_of
+        if other is not None and (*cell.key[:-1], other) not in known:
+            raise InputError(
+                f"method {cell.method.name} needs the widths of {other}: run that one, too"
+            )
+
+
 def _waves(todo: Sequence[Cell], done: Mapping[tuple[Any, ...], Record]) -> Iterator[list[Cell]]:
     """The cells that need nothing of others, then those that need their widths."""
     yield [cell for cell in todo if cell.method.widths_of is None]
-    rest = []
-    for cell in todo:
-        if cell.method.widths_of is not None:
-            other = done.get((*cell.key[:-1], cell.method.widths_of))
-            if other is None:
-                raise InputError(
-                    f"method {cell.method.name} needs the widths of {cell.method.widths_of}: run "
-                    "that one, too"
-                )
-            rest.append(replace(cell, widths=tuple(other["widths"])))
-    yield rest
+    yield [
+        replace(cell, widths=tuple(done[(*cell.key[:-1], cell.method.widths_of)]["widths"]))
+        for cell in todo
+        if cell.method.widths_of is not None
+    ]
 
 
 def _train(description: Description) -> None:
@@ -160,7 +181,7 @@ def _each(
     work: Callable[[_Item], _Result], items: Sequence[_Item], jobs: int
 ) -> Iterator[tuple[_Item, _Result]]:
     """Each item with its result, as they come; in this process, or in several."""
-    if jobs == 1 or len(items) < 2:
+    if jobs == 1 or not items:
         for item in items:
             yield item, work(item)
         return

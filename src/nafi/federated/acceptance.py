@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class Acceptance:
         if self.quorum is None:
             return asked
         share = isinstance(self.quorum, float)
-        count = -int(-self.quorum * asked // 1) if share else int(self.quorum)
+        count = ceil(self.quorum * asked - 1e-9) if share else int(self.quorum)
         if not 1 <= count <= asked:
             raise InputError(
                 f"quorum: found {self.quorum!r} for {asked} clients, expected a number of them, or "
@@ -139,6 +140,6 @@ def _change(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> floa
     total = 0.0
     for name, tensor in tensors.items():
         if holds_numbers(tensor):
-            moved = tensor.double() - before[name].double() if name in before else tensor.double()
-            total += float(moved.square().sum())
+            moved = tensor - before[name] if name in before else tensor
+            total += float(moved.abs().double().square().sum())
     return float(total**0.5)

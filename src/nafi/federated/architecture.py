@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from nafi.errors import InputError
+from nafi.errors import InputError, few
+from nafi.federated.randomness import seeded
 from nafi.graph.batchnorm import fold_batchnorm
 from nafi.graph.groups import groups
 from nafi.graph.rebuild import rebuild
@@ -68,14 +69,18 @@ class Architecture:
         """A network of this form with no weights of note, and its spec."""
         key = repr((sorted(form.widths.items()), form.folded))
         if key not in self._made:
-            self._made.clear()  # a run goes from form to form and does not come back
+            # A run goes from form to form: the one before is asked for once more, older ones never.
+            self._made = dict(list(self._made.items())[-1:])
             self._made[key] = self._shaped(self._first, form)
         model, spec = self._made[key]
         return copy.deepcopy(model), spec
 
     def filled(self, form: Form, tensors: Tensors) -> nn.Module:
-        """The network with these weights."""
-        model, _ = self.network(form)
+        """The network with these weights, all of them."""
+        model, spec = self.network(form)
+        missing = [name for name in spec.axes if name not in tensors]
+        if missing:
+            raise InputError(f"weights of {few(missing)} are missing")
         return load_tensors(model, tensors)
 
     def drawn(self, form: Form, seed: int) -> dict[str, Tensor]:
@@ -85,8 +90,7 @@ class Architecture:
         return {name: found[name].detach() for name in spec.axes}
 
     def _draw(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             model = self.factory()
         if not isinstance(model, nn.Module):
             found = type(model).__name__

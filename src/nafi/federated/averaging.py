@@ -19,7 +19,7 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Form
 from nafi.federated.strategy import State, Strategy, Task, Update, class_table, plain
 from nafi.fusion import fuse
-from nafi.fusion.merge import class_axis
+from nafi.fusion.merge import check_class_axis, class_axis
 from nafi.graph.spec import ModelSpec, holds_numbers
 from nafi.graph.trace import named_tensors
 
@@ -123,6 +123,8 @@ def average(
     first = next(taken, None)
     if first is None:
         raise InputError("no updates to average")
+    if class_shares and first.class_counts is not None:
+        check_class_axis(len(first.class_counts), spec)
     sums: dict[str, Tensor] = {}
     totals: dict[str, Tensor] = {}
     for update in chain([first], taken):
@@ -146,8 +148,10 @@ def average(
 
 def _weight(update: Update, name: str, spec: ModelSpec, class_shares: bool) -> Tensor:
     counts = update.class_counts
-    if not class_shares or counts is None:
+    if not class_shares:
         return torch.tensor(float(update.samples), dtype=torch.float64)
+    if counts is None:
+        raise InputError(f"class_shares: client {update.client} sent no class counts")
     axis = class_axis(name, spec, len(counts))
     if axis is None:
         return torch.tensor(1.0, dtype=torch.float64)

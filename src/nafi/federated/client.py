@@ -40,6 +40,8 @@ class Trainer:
 
     def __call__(self, client: str, task: Task) -> tuple[Update, float]:
         """The client's update, and the mean loss of its last epoch, which stays with it."""
+        if len(self.architecture.example_inputs) != 1:
+            raise InputError("a Trainer feeds networks of one input; write a function of your own")
         samples = self.data(client) if callable(self.data) else self.data[client]
         model, spec = self.architecture.network(task.form)
         missing = [name for name in spec.axes if name not in task.tensors]
@@ -64,7 +66,13 @@ class Trainer:
     def _counts(self, samples: Samples) -> tuple[int, ...] | None:
         if self.classes is None:
             return None
-        counts = np.bincount(samples.labels.numpy(), minlength=self.classes)
+        labels = samples.labels
+        if labels.ndim != 1 or labels.is_floating_point() or int(labels.min()) < 0:
+            raise InputError(
+                f"labels: found shape {tuple(labels.shape)} of {labels.dtype}, expected a class "
+                "from 0 on for each sample; leave classes out where there are none"
+            )
+        counts = np.bincount(labels.numpy(), minlength=self.classes)
         if len(counts) > self.classes:
             raise InputError(
                 f"labels: found class {len(counts) - 1}, expected less than {self.classes}"

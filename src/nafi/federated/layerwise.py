@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError
-from nafi.federated.architecture import Form, Tensors
+from nafi.federated.architecture import Form, Tensors, load_tensors
 from nafi.federated.strategy import Member, State, Strategy, Task, Update, class_table
 from nafi.fusion.clients import check_clients
-from nafi.fusion.descent import Descent, Matcher, next_group
-from nafi.fusion.merge import merge
+from nafi.fusion.descent import Descent, Matcher, in_place, next_group
+from nafi.fusion.merge import bias_of, merge
 from nafi.fusion.networks import Networks, prepare
 from nafi.fusion.widths import MaxWidth, width_limits
 from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
 from nafi.graph.lift import Positions, lift, lifted_rows, row_axes
-from nafi.graph.spec import ModelSpec
+from nafi.graph.spec import ModelSpec, holds_numbers
 from nafi.graph.trace import named_tensors
 
 Pairs = Sequence[tuple[str, str]]
@@ -62,20 +62,22 @@ class Layerwise(Strategy):
 
     def task(self, state: State, client: str) -> Task:
         member = state.members.get(client)
-        own = member.tensors if member is not None else {}
-        frozen = state.tensors if state.matched and self.freeze else ()
-        return self._task(state, client, {**state.tensors, **own}, frozen)
+        own = member.tensors if member is not None else self._for_newcomers(state)
+        return self._task(state, client, {**state.tensors, **own}, self._frozen(state))
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         members = dict(state.members)
         for update in updates:
             members[update.client] = Member(update.tensors, update.samples, update.class_counts)
-        settled = state.tensors if state.matched and self.freeze else {}
-        current = replace(state, members=members, tensors=settled)
+        current = replace(state, members=members)
         networks = self._networks(current)
         if len(state.matched) == len(networks.spec.groups):
             return self._finish_pass(current, networks)
         return self._match_group(current, networks)
+
+    def _frozen(self, state: State) -> Tensors:
+        """The tensors that nobody changes any more in this pass."""
+        return state.tensors if state.matched and self.freeze else {}
 
     def model(self, state: State) -> nn.Module:
         """The global model; the groups that are not matched yet are matched in one shot."""
@@ -130,15 +132,20 @@ class Layerwise(Strategy):
         descent.step(next_group(networks, "bottom-up", state.matched))
         matched = tuple(descent.placements[0])
         widths = {**state.form.widths, **descent.widths}
+        frozen = self._frozen(state)
         names = [
             name
             for name in networks.spec.axes
-            if name not in state.tensors and _is_settled(name, networks.spec, matched)
+            if name not in frozen and _is_settled(name, networks.spec, matched)
         ]
         merged = merge(networks, descent.placements, restore_norm=self.restore_norm, names=names)
-        settled = {**state.tensors, **merged}
+        settled = {**frozen, **merged}
         _, spec = self.architecture.network(state.form)
-        pairs = [pair for pair in spec.batchnorms if _is_matched(pair, spec, matched)]
+        pairs = [
+            (layer, norm)
+            for layer, norm in spec.batchnorms
+            if _is_settled(f"{layer}.weight", spec, matched)
+        ]
         members = {
             name: replace(
                 member, tensors=_followed(networks.clients.models[s], spec, pairs, places, settled)
@@ -152,10 +159,11 @@ class Layerwise(Strategy):
 
     def _finish_pass(self, state: State, networks: Networks) -> State:
         """Average what no group settles, the output layer above all."""
-        descent = self._descent(state, networks)
-        names = [name for name in networks.spec.axes if name not in state.tensors]
-        merged = merge(networks, descent.placements, restore_norm=False, names=names)
-        tensors = {**state.tensors, **merged}
+        frozen = self._frozen(state)
+        names = [name for name in networks.spec.axes if name not in frozen]
+        placements = [in_place(spec, spec.groups) for spec in networks.specs]
+        merged = merge(networks, placements, restore_norm=False, names=names)
+        tensors = {**frozen, **merged}
         form = Form(state.form.widths, networks.spec.folded)
         members = {
             name: replace(member, tensors={n: t.clone() for n, t in tensors.items()})
@@ -164,11 +172,25 @@ class Layerwise(Strategy):
         matched = () if self.freeze else state.matched
         return State(state.round + 1, form, tensors, matched, members)
 
+    def _for_newcomers(self, state: State) -> dict[str, Tensor]:
+        """What a client begins with that sent nothing yet, beside settled layers.
+
+        In a first pass nothing: it draws weights of its own. After that all have the same order,
+        and it takes the mean of the others.
+        """
+        if state.round < self.layers or not state.matched:
+            return {}
+        members = list(state.members.values())
+        first = members[0].tensors
+        return {
+            name: torch.stack([m.tensors[name] for m in members]).double().mean(0).to(tensor.dtype)
+            if holds_numbers(tensor)
+            else tensor
+            for name, tensor in first.items()
+        }
+
     def _with_batchnorm(self, model: nn.Module, spec: ModelSpec, tensors: Tensors) -> nn.Module:
-        own = named_tensors(model)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                own[name].copy_(tensor)
+        load_tensors(model, tensors)
         if self.batchnorm == "attach" and spec.folded:
             original, _ = self.architecture.network(self.architecture.form)
             model, _ = attach_batchnorm(model, spec, like=original)
@@ -176,15 +198,15 @@ class Layerwise(Strategy):
 
 
 def _is_settled(name: str, spec: ModelSpec, matched: Sequence[str]) -> bool:
-    """Whether a tensor is part of neurons whose order, and that of all they read, is settled."""
+    """Whether a tensor is part of neurons whose order, and that of all they read, is settled.
+
+    A bias is settled with its weights.
+    """
     held = {g for axis in spec.axes[name] for segment in axis for g in segment.groups}
-    return bool(row_axes(name, spec)) and held <= set(matched)
-
-
-def _is_matched(pair: tuple[str, str], spec: ModelSpec, matched: Sequence[str]) -> bool:
-    """Whether the layer of a (layer, batchnorm) pair makes neurons that are matched."""
-    axis = spec.axes[f"{pair[1]}.running_mean"][0]
-    return {g for segment in axis for g in segment.groups} <= set(matched)
+    if not row_axes(name, spec) or not held <= set(matched):
+        return False
+    weights = [other for other in spec.axes if other != name and bias_of(other, spec) == name]
+    return all(_is_settled(other, spec, matched) for other in weights)
 
 
 def _followed(

@@ -6,13 +6,15 @@ or there is no split; parameters are shared with the network, so training the re
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from nafi.federated.randomness import seeded
 from nafi.federated.samples import as_numbers
 
 CACHE_BYTES = 2**30
@@ -46,7 +48,9 @@ def split(model: nn.Module, frozen: Collection[str], example: Tensor) -> Split |
     try:
         traced = fx.symbolic_trace(model)
         values = _Values(traced)
-        expected = values.look(example)
+        with _evaluating(model, traced):
+            expected = model(example)
+            values.run(example)
     except Exception:  # whatever a user's forward does that symbols cannot
         return None
     static = _static(traced, frozen)
@@ -55,26 +59,18 @@ def split(model: nn.Module, frozen: Collection[str], example: Tensor) -> Split |
         return None
     first, rest = _first(traced, known, static), _rest(traced, known, static)
     found = Split(first, rest, sum(_bytes(values.of[node]) for node in known))
-    return found if _agrees(found, example, expected) else None
+    try:
+        return found if _agrees(found, example, expected) and _is_constant(first, example) else None
+    except Exception:  # a normalisation that cannot do with a single sample, for one
+        return None
 
 
 class _Values(fx.Interpreter):
-    """Runs a network and remembers the value of every node, without touching its statistics."""
+    """Runs a network and remembers the value of every node."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         super().__init__(traced)
         self.of: dict[fx.Node, Any] = {}
-
-    def look(self, example: Tensor) -> Any:
-        """The network's output in eval mode."""
-        modes = {module: module.training for module in self.module.modules()}
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                return self.run(example)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
     def run_node(self, n: fx.Node) -> Any:
         self.of[n] = value = super().run_node(n)
@@ -90,7 +86,7 @@ def _static(traced: fx.GraphModule, frozen: Collection[str]) -> set[fx.Node]:
         if node.op == "call_module":
             fixed = _is_fixed(traced, str(node.target), frozen)
         elif node.op == "get_attr":
-            parameters = dict(traced.named_parameters())
+            parameters = dict(traced.named_parameters(remove_duplicate=False))
             fixed = node.target in frozen or node.target not in parameters
         else:
             name = getattr(node.target, "__name__", str(node.target))
@@ -165,15 +161,33 @@ def _bytes(value: Tensor) -> int:
 
 
 def _agrees(found: Split, example: Tensor, expected: Any) -> bool:
-    modes = {
-        module: module.training for part in (found.first, found.rest) for module in part.modules()
-    }
+    """Whether both parts together give what the network gives."""
+    with _evaluating(found.first, found.rest):
+        outputs = found.rest(*found.first(example))
+    return isinstance(expected, Tensor) and bool(torch.equal(outputs, expected))
+
+
+def _is_constant(first: nn.Module, example: Tensor) -> bool:
+    """Whether a sample gives the same twice, and alone as in a batch, in the mode of training."""
+    with torch.no_grad(), seeded(0):
+        once, again = first(example), first(example)
+        alone = [first(row[None]) for row in example]
+    same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    return same and all(
+        torch.allclose(torch.cat(rows), together, rtol=1e-3, atol=1e-5)
+        for rows, together in zip(zip(*alone, strict=True), once, strict=True)
+    )
+
+
+@contextmanager
+def _evaluating(*parts: nn.Module) -> Iterator[None]:
+    """All modules in eval mode and without gradients for a while."""
+    modes = {module: module.training for part in parts for module in part.modules()}
     for module in modes:
         module.training = False
     try:
         with torch.no_grad():
-            outputs = found.rest(*found.first(example))
-        return isinstance(expected, Tensor) and bool(torch.equal(outputs, expected))
+            yield
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 
 from nafi.errors import InputError, NafiError
-from nafi.federated.acceptance import Acceptance, QuorumError, shapes_of
+from nafi.federated.acceptance import Acceptance, QuorumError, UpdateError, shapes_of
 from nafi.federated.messages import (
     read_state,
     task_from,
@@ -93,7 +95,8 @@ def simulate(
             state, record = _Round(strategy, state, rules, crew, tell).run(chosen)
             record["widths"] = list(state.form.widths.values())
             if evaluate is not None:
-                record |= evaluate(strategy.model(state))
+                found = evaluate(strategy.model(state))
+                record |= {name: float(value) for name, value in found.items()}
             records = [*records, record]
             if checkpoint is not None:
                 write_state(checkpoint, state, records, strategy.settings())
@@ -129,6 +132,7 @@ class _Round:
     tasks: dict[str, Task] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    classes: int | None = None
     down: int = 0
     up: int = 0
 
@@ -176,6 +180,7 @@ class _Round:
                     raise outcome
                 update, loss = outcome
                 self.acceptance.check(update, client, self.tasks.pop(client), shapes)
+                self.check_alike(update)
             except Exception as error:  # whatever went wrong on the client's side
                 self.refused[client] = f"{type(error).__name__}: {error}"
                 log.warning("%s: client %s refused: %s", self.label, client, self.refused[client])
@@ -185,6 +190,13 @@ class _Round:
             self.losses.append(loss)
             self.tell(f"{self.label}, client {client}, loss {loss:.3f}", done, total)
             yield update
+
+    def check_alike(self, update: Update) -> None:
+        """Refuse an update that counts other classes than those before it."""
+        classes = None if update.class_counts is None else len(update.class_counts)
+        if self.losses and classes != self.classes:
+            raise UpdateError(f"class counts: found {classes}, the clients before {self.classes}")
+        self.classes = classes
 
     def check_quorum(self, needed: int, asked: int, cause: Exception | None = None) -> None:
         if len(self.losses) < needed:
@@ -200,24 +212,57 @@ def _crew(work: Work, workers: int) -> Iterator[_Crew]:
     if workers == 1:
         yield lambda given: (_tried(work, client, task) for client, task in given)
         return
-    # Fresh processes: forked ones would inherit the state of torch's threads.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _begin, (work,))
+    pool = _Pool(work, workers)
     try:
-
-        def together(given: Iterator[tuple[str, Task]]) -> Iterator[_Outcome]:
-            waiting = [pool.submit(_do, client, task_to(task)) for client, task in given]
-            for future in waiting:
-                try:
-                    content, loss = future.result()
-                    outcome: _Outcome = update_from(content), loss
-                except Exception as error:  # also of a process that was killed
-                    outcome = error
-                yield outcome
-
-        yield together
+        yield pool.outcomes
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.close()
+
+
+class _Pool:
+    """Worker processes that are replaced when one of them dies."""
+
+    def __init__(self, work: Work, workers: int) -> None:
+        self.work, self.workers = work, workers
+        self.processes = self._started()
+
+    def outcomes(self, given: Iterator[tuple[str, Task]]) -> Iterator[_Outcome]:
+        """In the order of the tasks; few more than there are workers are under way at a time."""
+        waiting: deque[Future[tuple[bytes, float]] | Exception] = deque()
+        for client, task in given:
+            waiting.append(self._submitted(client, task))
+            if len(waiting) > 2 * self.workers:
+                yield _result(waiting.popleft())
+        while waiting:
+            yield _result(waiting.popleft())
+
+    def close(self) -> None:
+        self.processes.shutdown(wait=False, cancel_futures=True)
+
+    def _submitted(self, client: str, task: Task) -> Future[tuple[bytes, float]] | Exception:
+        content = task_to(task)
+        for _ in range(2):
+            try:
+                return self.processes.submit(_do, client, content)
+            except BrokenProcessPool:
+                self.close()
+                self.processes = self._started()
+        return NafiError("worker processes die as soon as they are started")
+
+    def _started(self) -> ProcessPoolExecutor:
+        # Fresh processes: forked ones would inherit the state of torch's threads.
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self.workers, context, _begin, (self.work,))
+
+
+def _result(future: Future[tuple[bytes, float]] | Exception) -> _Outcome:
+    if isinstance(future, Exception):
+        return future
+    try:
+        content, loss = future.result()
+        return update_from(content), loss
+    except Exception as error:  # also of a process that was killed
+        return error
 
 
 def _tried(work: Work, client: str, task: Task) -> _Outcome:

@@ -17,6 +17,7 @@ from nafi.federated.layerwise import Layerwise
 from nafi.federated.strategy import Strategy
 from nafi.federated.training import Training
 from nafi.fusion import FUSERS
+from nafi.fusion.base import fuser_named
 from nafi.fusion.descent import Matcher
 
 STRATEGIES = ("fedavg", "fedprox", "ot", "rebasin", "match-then-average", "layerwise")
@@ -66,6 +67,7 @@ def make_strategy(
     if name in ("fedavg", "fedprox"):
         return FusionRounds(*common, class_shares=shares)
     method = given.pop("method", "nafi") if name == "match-then-average" else name
+    _check_fuser(method, given)
     return FusionRounds(
         *common,
         first=method,
@@ -74,6 +76,15 @@ def make_strategy(
         shared_start=False,
         class_shares=shares,
     )
+
+
+def _check_fuser(method: str, options: Mapping[str, Any]) -> None:
+    """Refuse before the first round what `nafi.fuse` would refuse after it."""
+    if method not in ("nafi", "pfnm", "ot", "rebasin"):
+        raise InputError(f"method: found {method!r}, expected nafi, pfnm, ot or rebasin")
+    fuser_named(method, options)
+    if method in ("nafi", "pfnm"):
+        Matcher(**{key: options[key] for key in _OF_MATCHER if key in options})
 
 
 def option_names(name: str) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.federated.architecture import Architecture, Form, Tensors
+from nafi.federated.randomness import derived_seed
 from nafi.federated.training import Training
 
 
@@ -118,13 +119,20 @@ class Strategy(ABC):
         """The global model, in eval mode, as if the run ended now."""
 
     def settings(self) -> dict[str, Any]:
-        """What decides the result, beside the network and the number of rounds; plain data."""
+        """What decides the result, beside data and the number of rounds; plain data."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("architecture", "rounds"):
             del own[name]
         plain_data = {n: asdict(v) if is_dataclass(v) else v for n, v in own.items()}  # type: ignore[arg-type]
-        settings: dict[str, Any] = json.loads(json.dumps(plain_data, default=str))
-        return {"strategy": type(self).__name__, **settings}
+        named = json.dumps(plain_data, default=lambda v: getattr(v, "__qualname__", str(v)))
+        spec = self.architecture.spec
+        shapes = {name: spec.shape(name) for name in spec.axes}
+        return {
+            "strategy": type(self).__name__,
+            "network": f"{len(shapes)} tensors, {zlib.crc32(repr(shapes).encode()):08x}",
+            "widths": spec.widths,
+            **json.loads(named),
+        }
 
     def finished(self, state: State) -> bool:
         """Whether all rounds are done."""
@@ -151,11 +159,6 @@ class Strategy(ABC):
             start=derived_seed(self.seed, who),
             seed=derived_seed(self.seed, who, 1 + state.round),
         )
-
-
-def derived_seed(*parts: int) -> int:
-    """A seed made of several numbers."""
-    return int(np.random.default_rng(parts).integers(2**62))
 
 
 def size_of(tensors: Tensors) -> int:

@@ -6,9 +6,10 @@ bit for bit as before; the result depends on the weights, the samples and the se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from math import inf
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.federated.prefix import CACHE_BYTES, Split, split
+from nafi.federated.randomness import seeded
 from nafi.federated.samples import Samples, as_numbers
+from nafi.graph.spec import holds_numbers
 from nafi.graph.trace import named_tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -41,6 +44,23 @@ class Training:
     decay: float = 0.0
     proximal: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.optimiser not in get_args(Optimiser):
+            known = ", ".join(get_args(Optimiser))
+            raise InputError(f"optimiser: found {self.optimiser!r}, expected one of {known}")
+        for name, least in (("epochs", 0), ("batch", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise InputError(f"{name}: found {value!r}, expected a whole number from {least}")
+        for name in ("rate", "momentum", "decay", "proximal"):
+            value = getattr(self, name)
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 <= value < inf
+            ):
+                raise InputError(f"{name}: found {value!r}, expected a number of at least 0")
+
 
 def make_optimiser(parameters: Iterable[Tensor], training: Training) -> torch.optim.Optimizer:
     """The optimiser of a training, fused where torch can."""
@@ -56,7 +76,6 @@ def make_optimiser(parameters: Iterable[Tensor], training: Training) -> torch.op
             return torch.optim.RMSprop(
                 given, rate, momentum=training.momentum, weight_decay=decay, foreach=True
             )
-    raise InputError(f"optimiser: found {training.optimiser!r}, expected sgd, adam or rmsprop")
 
 
 def train(
@@ -79,14 +98,14 @@ def train(
         raise InputError("a client without samples cannot train")
     check_device(device)
     # Convolutions are faster with the channels of images last.
-    images = samples.inputs.ndim == 4
+    images = samples.inputs.ndim == 4 and all(p.ndim < 5 for p in model.parameters())
     layout = torch.channels_last if images else torch.contiguous_format
     model.to(device).to(memory_format=layout).train()  # type: ignore[call-overload]
     _freeze(model, frozen)
     learnt = [p for p in model.parameters() if p.requires_grad]
     if not learnt:
         return float("nan")
-    start = [p.detach().clone() for p in learnt] if training.proximal else []
+    pulled = [(p, p.detach().clone()) for p in learnt] if training.proximal else []
     optimiser = make_optimiser(learnt, training)
     rng = np.random.default_rng(seed)
     inputs = samples.inputs.contiguous(memory_format=layout)
@@ -94,22 +113,32 @@ def train(
     if outputs_of is None:
         outputs_of = lambda index: model(as_numbers(inputs[index].to(device)))  # noqa: E731
     total = 0.0
-    for _ in range(training.epochs):
-        total = 0.0
-        for index in batches(len(samples), training.batch, rng):
-            targets = samples.labels[index].to(device)
-            value = loss(outputs_of(index), targets)
-            optimiser.zero_grad()
-            value.backward()  # type: ignore[no-untyped-call]
-            for parameter, before in zip(learnt, start, strict=False):
-                if parameter.grad is not None:
-                    parameter.grad.add_(parameter.detach() - before, alpha=training.proximal)
-            optimiser.step()
-            total += float(value.detach()) * len(index)
+    with seeded(seed, device):  # for what networks draw themselves, as dropout does
+        for _ in range(training.epochs):
+            total = 0.0
+            for index in batches(len(samples), training.batch, rng):
+                value = loss(outputs_of(index), samples.labels[index].to(device))
+                _step(optimiser, value, pulled, training.proximal)
+                total += float(value.detach()) * len(index)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     model.to("cpu").to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
     return total / len(samples)
+
+
+def _step(
+    optimiser: torch.optim.Optimizer,
+    value: Tensor,
+    pulled: Sequence[tuple[Tensor, Tensor]],
+    proximal: float,
+) -> None:
+    """One step down the loss and, for FedProx, towards where each parameter started."""
+    optimiser.zero_grad()
+    value.backward()  # type: ignore[no-untyped-call]
+    for parameter, before in pulled:
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter.detach() - before, alpha=proximal)
+    optimiser.step()
 
 
 def check_device(name: str) -> None:
@@ -133,14 +162,19 @@ def batches(count: int, size: int, rng: np.random.Generator) -> Iterator[Tensor]
 
 
 def _freeze(model: nn.Module, frozen: Collection[str]) -> None:
-    """Let nothing change the frozen tensors: neither gradients nor running statistics."""
+    """Let nothing change the frozen tensors: neither gradients nor running statistics.
+
+    A normalisation whose statistics are frozen uses them, as it will in the global model.
+    """
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in frozen:
             parameter.requires_grad_(False)
     for path, module in model.named_modules():
-        own = [name for name, _ in module.named_buffers(prefix=path, recurse=False)]
-        if own and all(name in frozen for name in own):
-            module.eval()
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            own = module.named_buffers(prefix=path, recurse=False)
+            statistics = [name for name, buffer in own if holds_numbers(buffer)]
+            if statistics and all(name in frozen for name in statistics):
+                module.eval()
 
 
 def _cached(

@@ -6,7 +6,7 @@ orders the columns of what comes next.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -104,9 +104,7 @@ class Descent:
     matchings: dict[str, Matching] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.placements = [
-            {name: _in_place(spec, name) for name in self.matched} for spec in self.networks.specs
-        ]
+        self.placements = [in_place(spec, self.matched) for spec in self.networks.specs]
 
     @property
     def widths(self) -> dict[str, int]:
@@ -192,10 +190,13 @@ def next_group(networks: Networks, direction: str, matched: Sequence[str]) -> st
     return max(left, key=lambda name: known_share(networks, name, matched))
 
 
-def _in_place(spec: ModelSpec, group: str) -> Positions:
-    """Every neuron where it is."""
-    width, parent = spec.groups[group].width, spec.groups[group].parent
-    index = torch.arange(width)
-    if parent is not None:
-        index = index.expand(spec.groups[parent].width, width)
-    return Positions(index, width)
+def in_place(spec: ModelSpec, groups: Iterable[str]) -> dict[str, Positions]:
+    """Every neuron of some groups where it is."""
+    found = {}
+    for name in groups:
+        width, parent = spec.groups[name].width, spec.groups[name].parent
+        index = torch.arange(width)
+        if parent is not None:
+            index = index.expand(spec.groups[parent].width, width)
+        found[name] = Positions(index, width)
+    return found

@@ -145,9 +145,12 @@ def class_axis(name: str, spec: ModelSpec, classes: int) -> int | None:
 
 def check_classes(clients: Clients, spec: ModelSpec) -> None:
     """Refuse class counts that no layer of the network ends in."""
-    if clients.class_counts is None:
-        return
-    classes = clients.class_counts.shape[1]
+    if clients.class_counts is not None:
+        check_class_axis(clients.class_counts.shape[1], spec)
+
+
+def check_class_axis(classes: int, spec: ModelSpec) -> None:
+    """Refuse a number of classes that no layer of the network has."""
     if not any(class_axis(name, spec, classes) is not None for name in spec.axes):
         raise InputError(
             f"class_counts: found {classes} classes, but no layer of the network has as many "

@@ -58,7 +58,7 @@ def round_figure(records: Sequence[Record]) -> str:
             runs = [
                 [entry["test"] for entry in r["rounds"]] for r in of_cell if r["method"] == method
             ]
-            curves[method] = [fmean(values) for values in zip(*runs, strict=True)]
+            curves[method] = [fmean(values) for values in zip(*runs, strict=False)]
         panels[f"{clients} clients"] = curves
     return figures.svg(figures.rounds_figure(panels, f"{metric_of(records)}, %"))
 
