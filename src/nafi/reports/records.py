@@ -78,6 +78,7 @@ _ORDER = (
     "ot",
     "rebasin",
     "fedma",
+    "pfnm-unfrozen",
     "pfnm-public",
     "pfnm-topdown",
     "pfnm",
