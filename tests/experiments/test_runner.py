@@ -325,7 +325,9 @@ def test_bad_configurations_are_named(tmp_path: Path, text: str, told: str) -> N
 
 
 def test_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no experiment 'mnist'; known: carvana, cifar10, mnist"):
+    with pytest.raises(
+        InputError, match="there is no experiment 'mnist'; known: carvana, cifar10, mnist"
+    ):
         load_experiment("mnist")
     with pytest.raises(InputError, match="no profile 'fast'; it has quick"):
         load_experiment("mnist-nets", "fast")
