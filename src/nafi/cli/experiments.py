@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 
 from nafi.cli.app import AS_JSON, app, progress_bar, tell
 from nafi.errors import InputError
+
+if TYPE_CHECKING:
+    from nafi.reports.records import Table as Summary
 
 
 @app.command()
@@ -82,16 +85,21 @@ def run(
     if as_json:
         typer.echo(json.dumps({"records": len(records), "file": str(file)}))
         return
-    summary = accuracy_table(records, f"{chosen.title}: {metric_of(records)}, {len(records)} cells")
+    title = f"{chosen.title}: {metric_of(records)}, {len(records)} cells"
+    console = Console()
+    console.print(_shown(accuracy_table(records, title)))
+    console.print(f"The records are in {file}", soft_wrap=True, markup=False)
+
+
+def _shown(summary: Summary) -> Table:
+    """A table for the terminal, the best in bold."""
     shown = Table(title=summary.title, caption=summary.note)
     for heading in summary.headings:
         shown.add_column(heading, justify="left" if heading == "method" else "right")
     for place, row in enumerate(summary.rows):
         texts = [f"[b]{t}[/b]" if (place, k) in summary.best else t for k, t in enumerate(row)]
         shown.add_row(*texts)
-    console = Console()
-    console.print(shown)
-    console.print(f"The records are in {file}", soft_wrap=True, markup=False)
+    return shown
 
 
 @app.command()
