@@ -61,7 +61,13 @@ def main() -> None:
     found = {}
     for told, limit in (("computed once", 2**30), ("computed every time", 0)):
         layerwise = make_strategy(
-            "layerwise", architecture, TRAINING, rounds=ROUNDS, penalty=0.1, evidence=60.0, max_width=2.0
+            "layerwise",
+            architecture,
+            TRAINING,
+            rounds=ROUNDS,
+            penalty=0.1,
+            evidence=60.0,
+            max_width=2.0,
         )
         work = Trainer(architecture, data, 10, cache_bytes=limit)
         found[told] = seconds(layerwise, work, 2)[1:]

@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "matching": set(),
     "graph": set(),
     "fusion": {"matching", "graph"},
-    "federated": {"fusion", "graph", "matching", "files"},
+    "federated": {"checkpoints", "fusion", "graph", "matching", "files"},
     "experiments": {"federated", "fusion", "graph", "matching", "files"},
     "reports": {"graph", "files"},
     "checkpoints": {"fusion", "graph", "factories", "files"},

@@ -18,7 +18,7 @@ from nafi.experiments.config import AnyExperiment, MethodConfig, RoundsExperimen
 from nafi.experiments.entries import DETAILS, Record, accuracy, entry
 from nafi.experiments.populations import Description, Population, describe, population
 from nafi.experiments.rounds import run_rounds
-from nafi.federated.simulation import Progress
+from nafi.federated.run import Progress
 from nafi.fusion import FUSERS, fuse
 from nafi.graph import ModelSpec, groups
 from nafi.version import __version__

@@ -29,8 +29,9 @@ from nafi.experiments.problems import PROBLEMS, Problem
 from nafi.federated.architecture import Architecture
 from nafi.federated.client import Trainer
 from nafi.federated.messages import task_to, update_from, update_to
+from nafi.federated.run import Progress, Run
 from nafi.federated.samples import Samples, as_numbers
-from nafi.federated.simulation import Progress, Run, simulate
+from nafi.federated.simulation import simulate
 from nafi.federated.strategies import make_strategy, option_names
 from nafi.federated.strategy import Strategy, Task, Update
 from nafi.federated.training import Training, train

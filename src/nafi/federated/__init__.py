@@ -5,8 +5,9 @@ from nafi.federated.architecture import Architecture, Form
 from nafi.federated.averaging import FusionRounds
 from nafi.federated.client import Trainer
 from nafi.federated.layerwise import Layerwise
+from nafi.federated.run import Run
 from nafi.federated.samples import Samples
-from nafi.federated.simulation import Run, simulate
+from nafi.federated.simulation import simulate
 from nafi.federated.strategies import STRATEGIES, make_strategy
 from nafi.federated.strategy import State, Strategy, Task, Update
 from nafi.federated.training import Training, train

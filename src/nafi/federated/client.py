@@ -6,15 +6,17 @@ counts; the same task and samples give the same update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.federated.architecture import Architecture, load_tensors
 from nafi.federated.prefix import CACHE_BYTES
+from nafi.federated.privacy import Noise
 from nafi.federated.samples import Samples
 from nafi.federated.strategy import Task, Update, plain
 from nafi.federated.training import Loss, train
@@ -29,6 +31,7 @@ class Trainer:
 
     data: client -> its samples; it is asked in the process that trains
     classes: how many there are, to count them; None for targets that are no classes
+    noise: clip the client's change and add noise to it before it leaves
     """
 
     architecture: Architecture
@@ -37,6 +40,7 @@ class Trainer:
     loss: Loss = F.cross_entropy
     device: str = "cpu"
     cache_bytes: int = CACHE_BYTES
+    noise: Noise | None = None
 
     def __call__(self, client: str, task: Task) -> tuple[Update, float]:
         """The client's update, and the mean loss of its last epoch, which stays with it."""
@@ -49,6 +53,8 @@ class Trainer:
             drawn = self.architecture.drawn(task.form, task.start)
             load_tensors(model, {name: drawn[name] for name in missing})
         load_tensors(model, task.tensors)
+        sent = [name for name in spec.axes if name not in task.frozen]
+        before = _tensors(model, sent) if self.noise is not None else {}
         loss = train(
             model,
             samples,
@@ -59,8 +65,9 @@ class Trainer:
             device=self.device,
             cache_bytes=self.cache_bytes,
         )
-        found = named_tensors(model)
-        trained = plain({n: found[n] for n in spec.axes if n not in task.frozen})
+        trained = _tensors(model, sent)
+        if self.noise is not None:
+            trained = self.noise.applied(before, trained)
         return Update(client, task.round, trained, len(samples), self._counts(samples)), loss
 
     def _counts(self, samples: Samples) -> tuple[int, ...] | None:
@@ -78,3 +85,8 @@ class Trainer:
                 f"labels: found class {len(counts) - 1}, expected less than {self.classes}"
             )
         return tuple(int(count) for count in counts)
+
+
+def _tensors(model: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+    found = named_tensors(model)
+    return plain({name: found[name] for name in names})

@@ -1,0 +1,185 @@
+"""The rounds of a federation, whoever carries its messages.
+
+Hides: which updates are used, records, checkpoints and how a run goes on. Promises: in one process
+or over a network, the same updates give the same model and the same record; a run that was killed
+at any moment and resumed ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch import nn
+
+from nafi.errors import InputError, NafiError
+from nafi.federated.acceptance import Acceptance, QuorumError, Shapes, UpdateError, shapes_of
+from nafi.federated.messages import read_state, write_state
+from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of
+
+log = logging.getLogger(__name__)
+Record = dict[str, Any]
+# Told what is under way, how many steps are done and how many there are.
+Progress = Callable[[str, int, int], None]
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+# What came of a client's task: its update and loss, or why there is none.
+Outcome = tuple[Update, float] | Exception
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run: the model, the state it comes from, and a record for each round."""
+
+    model: nn.Module
+    state: State
+    records: Records
+
+
+@dataclass
+class Round:
+    """One round under way: what was sent, who delivered and who was refused.
+
+    clients: those that take part, in the order in which their updates are used
+    """
+
+    strategy: Strategy
+    state: State
+    clients: Sequence[str]
+    acceptance: Acceptance
+    tell: Progress
+    tasks: dict[str, Task] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    classes: int | None = None
+    down: int = 0
+    up: int = 0
+
+    def __post_init__(self) -> None:
+        self.started = time.perf_counter()
+        self.needed = self.acceptance.needed(len(self.clients))
+        self.shapes: Shapes = shapes_of(self.strategy.architecture, self.state.form)
+        self.done = self.state.round * len(self.clients)
+        self.total = self.strategy.rounds * len(self.clients)
+        self.tell(self.label, self.done, self.total)
+
+    @property
+    def label(self) -> str:
+        return f"round {self.state.round + 1} of {self.strategy.rounds}"
+
+    def given(self) -> Iterator[tuple[str, Task]]:
+        """What each client is asked to do."""
+        for client in self.clients:
+            task = self.strategy.task(self.state, client)
+            self.tasks[client] = task
+            self.down += size_of(task.tensors)
+            yield client, task
+
+    def finish(self, outcomes: Iterable[Outcome]) -> tuple[State, Record]:
+        """The state after the round; outcomes: one for each client, in their order."""
+        try:
+            after = self.strategy.aggregate(self.state, self._usable(outcomes))
+        except NafiError as error:
+            self._check_quorum(error)
+            raise
+        self._check_quorum()
+        told = [loss for loss in self.losses if isfinite(loss)]
+        return after, {
+            "round": after.round,
+            "clients": len(self.clients),
+            "refused": self.refused,
+            "bytes_down": self.down,
+            "bytes_up": self.up,
+            "loss": round(fmean(told), 5) if told else None,
+            "seconds": round(time.perf_counter() - self.started, 3),
+        }
+
+    def _usable(self, outcomes: Iterable[Outcome]) -> Iterator[Update]:
+        """The updates that can be used, one after the other."""
+        for client, outcome in zip(self.clients, outcomes, strict=True):
+            self.done += 1
+            try:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                update, loss = outcome
+                self.acceptance.check(update, client, self.tasks.pop(client), self.shapes)
+                self._check_alike(update)
+            except Exception as error:  # whatever went wrong on the client's side
+                self.refused[client] = f"{type(error).__name__}: {error}"
+                log.warning("%s: client %s refused: %s", self.label, client, self.refused[client])
+                self.tell(f"{self.label}, client {client} refused", self.done, self.total)
+                continue
+            self.up += size_of(update.tensors)
+            self.losses.append(loss)
+            told = f", loss {loss:.3f}" if isfinite(loss) else ""
+            self.tell(f"{self.label}, client {client}{told}", self.done, self.total)
+            yield update
+
+    def _check_alike(self, update: Update) -> None:
+        """Refuse an update that counts other classes than those before it."""
+        classes = None if update.class_counts is None else len(update.class_counts)
+        if self.losses and classes != self.classes:
+            raise UpdateError(f"class counts: found {classes}, the clients before {self.classes}")
+        self.classes = classes
+
+    def _check_quorum(self, cause: Exception | None = None) -> None:
+        if len(self.losses) < self.needed:
+            reasons = "; ".join(f"client {c}: {why}" for c, why in list(self.refused.items())[:3])
+            raise QuorumError(
+                f"{self.label}: {len(self.losses)} of {len(self.clients)} clients delivered, "
+                f"{self.needed} are needed ({reasons}). The rounds before are kept; resume to try "
+                "again"
+            ) from cause
+
+
+def conduct(
+    strategy: Strategy,
+    clients: Callable[[], Sequence[str]],
+    carry: Callable[[Round], tuple[State, Record]],
+    *,
+    evaluate: Evaluate | None = None,
+    checkpoint: Path | None = None,
+    resume: bool = False,
+    acceptance: Acceptance | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Run a strategy to its end.
+
+    clients: who is there, asked before each round
+    carry: takes a round's tasks to its clients, and finishes it with what comes of them
+
+    For the rest see `simulate`.
+    """
+    state = strategy.start()
+    records: Records = []
+    if checkpoint is not None and resume and checkpoint.exists():
+        state, records, settings = read_state(checkpoint)
+        _check_same_run(checkpoint, settings, strategy.settings())
+    tell = progress or (lambda step, done, total: None)
+    while not strategy.finished(state):
+        chosen = strategy.select(state, clients())
+        state, record = carry(Round(strategy, state, chosen, acceptance or Acceptance(), tell))
+        record["widths"] = list(state.form.widths.values())
+        if evaluate is not None:
+            found = evaluate(strategy.model(state))
+            record |= {name: float(value) for name, value in found.items()}
+        records = [*records, record]
+        if checkpoint is not None:
+            write_state(checkpoint, state, records, strategy.settings())
+    return Run(strategy.model(state), state, records)
+
+
+def _check_same_run(
+    checkpoint: Path, found: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    for name in expected:
+        if found.get(name) != expected[name]:
+            raise InputError(
+                f"{checkpoint} is of another run: {name} was {found.get(name)}, now it is "
+                f"{expected[name]}; give another checkpoint, or remove it"
+            )
