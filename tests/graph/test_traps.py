@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -520,3 +521,13 @@ def test_bad_arguments_are_named() -> None:
     for call, message in calls:
         with pytest.raises(SpecError, match=message):
             call()
+
+
+def test_threads_can_look_at_networks_at_once() -> None:
+    """torch.export alone cannot: servers and clients of a simulation share a process."""
+    networks = [
+        nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, 2)) for width in range(3, 9)
+    ]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda network: nafi.groups(network, (VECTORS,)), networks))
+    assert [list(spec.widths.values()) for spec in found] == [[width] for width in range(3, 9)]

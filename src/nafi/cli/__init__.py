@@ -4,7 +4,7 @@ Hides: typer and rich. Promises: exit code 0 only on success; what a user can me
 line or two on standard error, without a traceback, with exit code 2.
 """
 
-from nafi.cli import demo, experiments, fuse, inspect
+from nafi.cli import demo, experiments, flower, fuse, inspect
 from nafi.cli.app import main
 
-__all__ = ["demo", "experiments", "fuse", "inspect", "main"]
+__all__ = ["demo", "experiments", "flower", "fuse", "inspect", "main"]

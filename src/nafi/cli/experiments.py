@@ -39,7 +39,7 @@ def run(
     jobs: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with existing records.")] = False,
     profile: Annotated[
-        str | None, typer.Option(help="Settings of the file under [profile.NAME], like quick.")
+        str | None, typer.Option(help="A profile of the file, like quick, scaled or paper.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="Where clients train in rounds: cpu, cuda, mps.")

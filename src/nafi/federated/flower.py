@@ -120,14 +120,24 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        _log_with_flower()
         told = {**settings, **_configured(context.run_config)}
         architecture = Architecture(factory, example_inputs)
         out, federation = _federation(architecture, told, classes)
         federation.start(grid, evaluate=evaluate)
         save(federation.run.model, out, factory=name, example_inputs=example_inputs, overwrite=True)
-        log.info("the global model is in %s", out)
+        log.info("the global model is in %s", out.resolve())
 
     return app
+
+
+def _log_with_flower() -> None:
+    """What we tell goes where Flower's own messages go: to whoever runs `flwr run --stream`."""
+    ours = logging.getLogger("nafi")
+    for handler in logging.getLogger("flwr").handlers:
+        ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
 
 
 def _configured(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +179,7 @@ def _federation(
     return out, federation
 
 
-class Federation(FlowerStrategy):  # type: ignore[misc]
+class Federation(FlowerStrategy):
     """One of our strategies as one of Flower's.
 
     run: what came of it, after `start`
@@ -187,7 +197,7 @@ class Federation(FlowerStrategy):  # type: ignore[misc]
         acceptance: Acceptance | None = None,
         checkpoint: Path | None = None,
     ) -> None:
-        """nodes: how many are expected; a round begins when they are there, or after `wait` seconds.
+        """nodes: how many are expected; a round waits for them, but no longer than `wait` seconds.
 
         deadline: seconds after which a round does without those who have not answered
         acceptance: which updates are used, and how many a round needs; by default all nodes must
@@ -262,7 +272,7 @@ class Federation(FlowerStrategy):  # type: ignore[misc]
         """Finish the round; replies that are not to it, or come twice, are not looked at."""
         state, record = self._under_way.finish(self._outcomes(iter(replies)))
         self._finished = state, record
-        return ArrayRecord(dict(state.tensors)), MetricRecord(_numbers(record))
+        return ArrayRecord(dict(state.tensors)), _metrics(record)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -299,7 +309,7 @@ class Federation(FlowerStrategy):  # type: ignore[misc]
             while client not in early and (reply := next(replies, None)) is not None:
                 sender = expected.pop(reply.metadata.reply_to_message_id, None)
                 if sender is None:
-                    log.warning("a reply to no open task of this round is ignored: %s", _told(reply))
+                    log.warning("a reply to no open task is ignored: %s", _told(reply))
                 else:
                     early[sender] = reply
             yield self._outcome(early.pop(client, None))
@@ -340,19 +350,19 @@ class Federation(FlowerStrategy):  # type: ignore[misc]
         """The names of the nodes that are there; those that are new are asked."""
         here = set(grid.get_node_ids())
         self.names = {node: name for node, name in self.names.items() if node in here}
-        asked = {}
-        for node in sorted(here - set(self.names)):
+        asked: dict[str, int] = {}
+        for unknown in sorted(here - set(self.names)):
             question = Message(
-                RecordDict(), node, MessageType.QUERY, ttl=max(1.0, self.wait), group_id="names"
+                RecordDict(), unknown, MessageType.QUERY, ttl=max(1.0, self.wait), group_id="names"
             )
-            asked[_pushed(grid, question)] = node
+            asked[_pushed(grid, question)] = unknown
         for reply in _replies(grid, list(asked), end):
-            node = asked[reply.metadata.reply_to_message_id]
+            node = asked.get(reply.metadata.reply_to_message_id)
             name = _name_in(reply)
-            if name is None:
-                log.warning("node %d did not tell its name and is left out", node)
-            elif name in self.names.values():
-                log.warning("node %d says that it is %r, as another does; it is left out", node, name)
+            if node is None or name is None:
+                log.warning("node %s is left out: it did not tell its name", node)
+            elif name in (other for known, other in self.names.items() if known != node):
+                log.warning("node %d is left out: it says it is %r, as another does", node, name)
             else:
                 self.names[node] = name
         # "2" before "10", and the same order whenever they came.
@@ -413,12 +423,11 @@ def _told(reply: Message) -> str:
     return f"node {about.src_node_id}, group {about.group_id!r}"
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+def _metrics(record: Mapping[str, Any]) -> MetricRecord:
     told = {n: v for n, v in record.items() if isinstance(v, int | float)}
-    return {**told, "refused": len(record["refused"])}
+    return MetricRecord({**told, "refused": len(record["refused"])})
 
 
 def _result(run: Run) -> Result:
-    weights = {name: tensor for name, tensor in run.model.state_dict().items()}
-    metrics = {int(record["round"]): MetricRecord(_numbers(record)) for record in run.records}
-    return Result(arrays=ArrayRecord(weights), train_metrics_clientapp=metrics)
+    metrics = {int(record["round"]): _metrics(record) for record in run.records}
+    return Result(arrays=ArrayRecord(dict(run.model.state_dict())), train_metrics_clientapp=metrics)

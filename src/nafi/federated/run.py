@@ -160,14 +160,18 @@ def conduct(
     if checkpoint is not None and resume and checkpoint.exists():
         state, records, settings = read_state(checkpoint)
         _check_same_run(checkpoint, settings, strategy.settings())
+        log.info("%s holds %d of %d rounds", checkpoint, state.round, strategy.rounds)
     tell = progress or (lambda step, done, total: None)
     while not strategy.finished(state):
         chosen = strategy.select(state, clients())
-        state, record = carry(Round(strategy, state, chosen, acceptance or Acceptance(), tell))
+        round = Round(strategy, state, chosen, acceptance or Acceptance(), tell)
+        state, record = carry(round)
         record["widths"] = list(state.form.widths.values())
         if evaluate is not None:
-            found = evaluate(strategy.model(state))
-            record |= {name: float(value) for name, value in found.items()}
+            found = {n: float(value) for n, value in evaluate(strategy.model(state)).items()}
+            told = "".join(f", {name} {value:.4g}" for name, value in found.items())
+            tell(f"{round.label}{told}", round.done, round.total)
+            record |= found
         records = [*records, record]
         if checkpoint is not None:
             write_state(checkpoint, state, records, strategy.settings())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from nafi.errors import SpecError
 
 Inputs = Sequence[Any]
+# torch.export keeps what it is doing in global variables.
+_EXPORTING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ def _export(model: nn.Module, example_inputs: Inputs) -> ExportedProgram:
     if not isinstance(model, nn.Module):
         raise SpecError(f"expected an nn.Module, found {type(model).__name__}")
     check_inputs(example_inputs)
-    with evaluating(model), warnings.catch_warnings(), _quiet_torch():
+    with _EXPORTING, evaluating(model), warnings.catch_warnings(), _quiet_torch():
         warnings.simplefilter("ignore")
         try:
             model(*example_inputs)

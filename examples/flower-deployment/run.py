@@ -1,0 +1,153 @@
+"""A layer-wise NAFI job in a real federation: TLS, node keys, three clients, on this machine.
+
+    python examples/flower-deployment/run.py
+    python examples/flower-deployment/run.py --fault node     # a client is killed in a round
+    python examples/flower-deployment/run.py --fault server   # the server is killed in a round
+
+It makes certificates and keys, starts a SuperLink and three SuperNodes, runs the app that
+`nafi flower new` writes, and checks that the model is the one that a run in this process comes to.
+Nothing is left behind, neither processes nor files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from deployment import Deployment, deployed
+
+import nafi
+from nafi.federated import (
+    Architecture,
+    Trainer,
+    Training,
+    make_strategy,
+    simulate,
+)
+
+NODES = ("east", "north", "south")
+SETTINGS: dict[str, Any] = {
+    "rounds": 3,
+    "epochs": 5,
+    "batch": 16,
+    "optimiser": "adam",
+    "rate": 0.005,
+    "penalty": 0.1,
+    "max_width": 3.0,
+    "seed": 0,
+}
+TRAINING = ("epochs", "batch", "optimiser", "rate")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fault", choices=["node", "server"])
+    fault = parser.parse_args().fault
+    with tempfile.TemporaryDirectory() as folder:
+        accuracy, seconds = run(Path(folder), fault)
+    print(f"accuracy {accuracy:.1f}% after {seconds:.0f} seconds; the model is the one expected")
+
+
+def run(folder: Path, fault: str | None = None) -> tuple[float, float]:
+    """Run the job; returns accuracy and seconds, or raises if the model is not the one expected."""
+    app = folder / "digits"
+    with deployed(folder / "federation", NODES) as federation:
+        federation.spawn("new", f"nafi flower new {app}")
+        assert federation.processes.pop("new").wait() == 0, federation.tail("new")
+        start = time.monotonic()
+        missing = _job(federation, app, fault)
+        seconds = time.monotonic() - start
+        sys.path.insert(0, str(app))
+        try:
+            task = importlib.import_module("app.task")
+            model = nafi.load(federation.folder / "global.safetensors", task.network)
+            check(model, expected(task, missing))
+            return float(task.evaluate(model)["accuracy"]), seconds
+        finally:
+            sys.path.remove(str(app))
+
+
+def _job(federation: Deployment, app: Path, fault: str | None) -> tuple[str | None, int]:
+    """Run the app to its end, through a fault; who is missing, from which round on."""
+    quorum = 2 if fault == "node" else 3
+    told = {**SETTINGS, "quorum": quorum, "deadline": 120.0, "wait": 120.0, "nodes": 3}
+    number = federation.submit(app, **told)
+    if fault is None:
+        _completed(federation, number)
+        return None, 0
+    _wait_for_checkpoint(federation)
+    if fault == "node":
+        federation.kill("south")
+        _completed(federation, number)
+        return "south", _rounds_with("south", federation)
+    federation.kill("server")
+    federation.start_server()
+    _completed(federation, federation.submit(app, **told))
+    return None, 0
+
+
+def _completed(federation: Deployment, number: str) -> None:
+    status = federation.wait(number, 600)
+    if status != "finished:completed":
+        raise RuntimeError(f"the run ended as {status}:\n{federation.tail('server')}")
+
+
+def _wait_for_checkpoint(federation: Deployment) -> None:
+    end = time.monotonic() + 300
+    while not (federation.folder / "run.safetensors").exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no round in 300 seconds:\n{federation.tail('server')}")
+        time.sleep(0.1)
+
+
+def _rounds_with(name: str, federation: Deployment) -> int:
+    """How many rounds a node took part in, as the checkpoint tells."""
+    from nafi.federated.messages import read_state
+
+    _, records, _ = read_state(federation.folder / "run.safetensors")
+    return sum(record["clients"] == 3 and name not in record["refused"] for record in records)
+
+
+def expected(task: Any, missing: tuple[str | None, int]) -> nn.Module:
+    """The model of a run in this process; missing: a client, and how many rounds it was there."""
+    name, rounds = missing
+    shares = {
+        node: task.data(Context(1, place, {"partition-id": place}, RecordDict(), {}))
+        for place, node in enumerate(NODES)
+    }
+    architecture = Architecture(task.network, task.INPUTS)
+    training = Training(**{key: SETTINGS[key] for key in TRAINING})
+    options = {key: value for key, value in SETTINGS.items() if key not in TRAINING}
+    strategy = make_strategy("layerwise", architecture, training, **options)
+    trainer = Trainer(architecture, shares, task.CLASSES)
+
+    def work(client: str, given: Any) -> Any:
+        if client == name and given.round >= rounds:
+            raise ConnectionError(f"{client} is gone")
+        return trainer(client, given)
+
+    quorum = nafi.federated.Acceptance(quorum=2)
+    return simulate(
+        strategy, sorted(NODES, key=lambda n: (len(n), n)), work, acceptance=quorum
+    ).model
+
+
+def check(found: nn.Module, wanted: nn.Module) -> None:
+    theirs, ours = found.state_dict(), wanted.state_dict()
+    assert set(theirs) == set(ours)
+    for name in ours:
+        torch.testing.assert_close(theirs[name], ours[name], rtol=0, atol=1e-6)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""`nafi flower new`: a federation on Flower to start from."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nafi.cli.app import app, tell
+from nafi.errors import InputError
+from nafi.files import atomic_path
+
+flower = typer.Typer(no_args_is_help=True, help="Federations on Flower.")
+app.add_typer(flower, name="flower")
+
+_SUFFIX = ".tmpl"
+_FILES = (
+    "pyproject.toml",
+    "README.md",
+    "app/__init__.py",
+    "app/task.py",
+    "app/client_app.py",
+    "app/server_app.py",
+)
+
+
+@flower.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="Where it goes: a folder that is new or empty.")],
+) -> None:
+    """Write a Flower app that fuses models by neuron matching, and runs as it is."""
+    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
+    if not name:
+        raise InputError(f"{folder}: its name makes no name for an app; use letters and digits")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} is there already; choose a folder that is new or empty")
+    source = files("nafi.cli") / "flower_app"
+    for path in _FILES:
+        text = (source / f"{path}{_SUFFIX}").read_text(encoding="utf-8").replace("NAME", name)
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(target) as partial:
+            partial.write_text(text, encoding="utf-8")
+    tell(f"{folder} is a Flower app; its README.md says how to run it")

@@ -1,0 +1,313 @@
+"""Our strategies on Flower: the same models, and what a server withstands."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from nafi.checkpoints import load
+from nafi.errors import InputError, NafiError
+from nafi.federated import Acceptance, QuorumError, Samples, Strategy, Update, simulate
+from nafi.federated.flower import (
+    Federation,
+    _packed,
+    _unpacked,
+    client_app,
+    client_name,
+    server_app,
+)
+from nafi.federated.messages import update_from, update_to
+from tests.federated.grids import Behaviour, LocalGrid, Node
+from tests.federated.networks import CLASSES, FEATURES, Small, population
+from tests.federated.test_simulation import OPTIONS, ROUNDS, made, work
+
+INPUTS = (torch.zeros(2, FEATURES),)
+CLIENTS = list(population())
+
+
+def samples(context: Context) -> Samples:
+    return population()[client_name(context)]
+
+
+def app() -> ClientApp:
+    return client_app(Small, INPUTS, samples, classes=CLASSES)
+
+
+def grid(**behaviours: Behaviour) -> LocalGrid:
+    """Nodes for all clients, in another order; behaviours: of client_0 and so on."""
+    nodes = {
+        100 - place: Node(name, behaviours.get(f"client_{name}"))
+        for place, name in enumerate(CLIENTS)
+    }
+    return LocalGrid(app(), nodes)
+
+
+def federation(strategy: Strategy, **options: Any) -> Federation:
+    return Federation(strategy, **{"nodes": len(CLIENTS), "wait": 0.0, "deadline": 0.2, **options})
+
+
+def reference(name: str) -> dict[str, torch.Tensor]:
+    strategy = made(name)
+    return simulate(strategy, CLIENTS, work(strategy)).model.state_dict()
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_model_is_that_of_the_runner_in_one_process(name: str) -> None:
+    flower = federation(made(name))
+    result = flower.start(grid())
+    assert_equal(flower.run.model.state_dict(), reference(name))
+    for key, array in result.arrays.items():
+        assert (array.numpy() == flower.run.model.state_dict()[key].numpy()).all()
+    strategy = made(name)
+    expected = simulate(strategy, CLIENTS, work(strategy)).records
+    for found, wanted in zip(flower.run.records, expected, strict=True):
+        assert {**found, "seconds": 0, "loss": 0} == {**wanted, "seconds": 0, "loss": 0}
+    assert result.train_metrics_clientapp[1]["bytes_up"] == expected[0]["bytes_up"]
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "run.safetensors"
+    broken = grid()
+    silent: Behaviour = lambda message, answer: []  # noqa: E731
+
+    def breaking(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        if message.metadata.group_id == "3":
+            broken.nodes[100].behaviour = silent
+            return []
+        return [answer()]
+
+    broken.nodes[100].behaviour = breaking
+    with pytest.raises(QuorumError, match=r"round 3 of 4: 2 of 3 .* no reply within 0.2 seconds"):
+        federation(made("layerwise"), checkpoint=file).start(broken)
+    flower = federation(made("layerwise"), checkpoint=file)
+    flower.start(grid())
+    assert_equal(flower.run.model.state_dict(), reference("layerwise"))
+    assert [record["round"] for record in flower.run.records] == [1, 2, 3, 4]
+
+
+def changed(**changes: Any) -> Behaviour:
+    """Answers with an update that is not what was asked for."""
+
+    def behave(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        reply = answer()
+        if message.metadata.message_type != "train":
+            return [reply]
+        update = update_from(_unpacked(reply))
+        made = {
+            key: change(getattr(update, key)) if callable(change) else change
+            for key, change in changes.items()
+        }
+        bad: Update = replace(update, **made)
+        return [Message(_packed(update_to(bad)), reply_to=message)]
+
+    return behave
+
+
+def crashing(message: Message, answer: Callable[[], Message]) -> list[Message]:
+    if message.metadata.message_type == "train":
+        message.content = RecordDict({"nafi": ConfigRecord({"task": b"not a task"})})
+    return [answer()]
+
+
+def unreadable(message: Message, answer: Callable[[], Message]) -> list[Message]:
+    if message.metadata.message_type == "train":
+        return [Message(_packed(b"\x08\0\0\0\0\0\0\0not json"), reply_to=message)]
+    return [answer()]
+
+
+def foreign(message: Message, answer: Callable[[], Message]) -> list[Message]:
+    if message.metadata.message_type == "train":
+        weights = ArrayRecord({"one.weight": torch.ones(2, 2)})
+        return [Message(RecordDict({"arrays": weights}), reply_to=message)]
+    return [answer()]
+
+
+def silent(message: Message, answer: Callable[[], Message]) -> list[Message]:
+    return [answer()] if message.metadata.message_type == "query" else []
+
+
+def poisoned(tensors: Any) -> Any:
+    return {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
+
+
+BAD: dict[str, tuple[Behaviour, str]] = {
+    "values that are NaN": (changed(tensors=poisoned), "NaN"),
+    "another round": (changed(round=7), "it is for round 7"),
+    "another client": (changed(client="0"), "it says that it is from '0'"),
+    "no samples": (changed(samples=0), "samples: found 0"),
+    "a negative class": (changed(class_counts=(-1, 1, 1)), "class counts"),
+    "a tensor too few": (changed(tensors=lambda t: dict(list(t.items())[1:])), "lacks"),
+    "a crash": (crashing, "it holds no message of nafi"),
+    "bytes that are no message": (unreadable, "this is not a message"),
+    "arrays of another app": (foreign, "it holds no message of nafi"),
+    "silence": (silent, "no reply within"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_reply_is_refused_and_the_round_goes_on(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    behaviour, reason = BAD[case]
+    strategy = made("fedavg")
+    flower = federation(strategy, acceptance=Acceptance(quorum=2, classes=CLASSES))
+    with caplog.at_level(logging.WARNING):
+        flower.start(grid(client_1=behaviour))
+    for record in flower.run.records:
+        assert set(record["refused"]) == {"1"}
+        assert reason in record["refused"]["1"]
+    assert caplog.text.count("client 1 refused") == ROUNDS
+    others = [name for name in CLIENTS if name != "1"]
+    expected = simulate(strategy, others, work(strategy)).model.state_dict()
+    assert_equal(flower.run.model.state_dict(), expected)
+
+
+def test_an_update_that_is_too_big_is_not_even_read() -> None:
+    limit = 2000
+    rules = Acceptance(quorum=2, max_bytes=limit)
+    fat = changed(tensors=lambda t: {**t, "more": torch.zeros(2**23)})
+    flower = federation(made("fedavg"), acceptance=rules)
+    flower.start(grid(client_1=fat))
+    assert "more than the limit" in flower.run.records[0]["refused"]["1"]
+
+
+def test_replies_that_come_twice_or_late_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    old: list[Message] = []
+
+    def chatty(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        reply = answer()
+        found = [*old, reply, reply]
+        old[:] = [reply] if message.metadata.message_type == "train" else []
+        return found
+
+    flower = federation(made("layerwise"))
+    with caplog.at_level(logging.WARNING):
+        flower.start(grid(client_1=chatty))
+    assert_equal(flower.run.model.state_dict(), reference("layerwise"))
+    assert all(not record["refused"] for record in flower.run.records)
+    assert "a reply to no open task is ignored" in caplog.text
+
+
+def test_a_client_that_was_away_is_brought_up_to_date() -> None:
+    """The same as in one process, where it is refused in that round."""
+
+    def away(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        return [] if message.metadata.group_id == "2" else [answer()]
+
+    strategy = made("layerwise")
+    flower = federation(strategy, acceptance=Acceptance(quorum=2))
+    flower.start(grid(client_2=away))
+    assert [list(record["refused"]) for record in flower.run.records] == [[], ["2"], [], []]
+
+    trainer = work(strategy)
+
+    def sometimes(client: str, task: Any) -> Any:
+        if client == "2" and task.round == 1:
+            raise TimeoutError
+        return trainer(client, task)
+
+    expected = simulate(strategy, CLIENTS, sometimes, acceptance=Acceptance(quorum=2))
+    assert_equal(flower.run.model.state_dict(), expected.model.state_dict())
+
+
+def test_a_node_that_goes_away_and_comes_back_under_another_number_is_the_same_client() -> None:
+    net = grid()
+
+    def moving(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        reply = answer()
+        if message.metadata.message_type == "train" and 100 in net.nodes:
+            net.nodes[7] = net.nodes.pop(100)
+        return [reply]
+
+    net.nodes[100].behaviour = moving
+    flower = federation(made("layerwise"))
+    flower.start(net)
+    assert flower.names[7] == CLIENTS[0]
+    assert_equal(flower.run.model.state_dict(), reference("layerwise"))
+
+
+def test_too_few_nodes_end_the_run() -> None:
+    net = grid()
+    del net.nodes[100]
+    with pytest.raises(QuorumError, match=r"2 of 3 nodes are there after 0 seconds, 3 are needed"):
+        federation(made("fedavg")).start(net)
+    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower.start(net)
+    assert [record["clients"] for record in flower.run.records] == [2] * ROUNDS
+
+
+def test_two_nodes_of_one_name_are_not_two_clients(caplog: pytest.LogCaptureFixture) -> None:
+    net = grid()
+    net.nodes[200] = Node(CLIENTS[1])
+    flower = federation(made("fedavg"))
+    flower.start(net)
+    assert_equal(flower.run.model.state_dict(), reference("fedavg"))
+    assert "node 200 is left out: it says it is '1', as another does" in caplog.text
+
+
+def test_a_node_that_does_not_tell_its_name_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def nameless(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        return [Message(RecordDict({"nafi": ConfigRecord({"name": 3})}), reply_to=message)]
+
+    net = grid()
+    net.nodes[200] = Node("stranger", nameless)
+    flower = federation(made("fedavg"))
+    flower.start(net)
+    assert_equal(flower.run.model.state_dict(), reference("fedavg"))
+    assert "node 200 is left out: it did not tell its name" in caplog.text
+
+
+def test_flowers_own_loop_is_refused() -> None:
+    with pytest.raises(NafiError, match="call its start"):
+        list(federation(made("fedavg")).configure_train(1, ArrayRecord(), ConfigRecord(), grid()))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"nodes": 0}, "nodes"), ({"deadline": 0}, "deadline"), ({"wait": -1}, "wait")],
+)
+def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        federation(made("fedavg"), **options)
+
+
+def test_an_app_is_told_what_to_do_by_its_configuration(tmp_path: Path) -> None:
+    out = tmp_path / "global.safetensors"
+    told = {
+        "nafi.strategy": "layerwise",
+        "nafi.rounds": ROUNDS,
+        "nafi.seed": 1,
+        "nafi.nodes": 3,
+        "nafi.epochs": 2,
+        "nafi.batch": 8,
+        "nafi.rate": 0.05,
+        "nafi.momentum": 0.9,
+        "nafi.penalty": 0.0,
+        "nafi.evidence": 500.0,
+        "nafi.out": str(out),
+        "data": "not ours",
+    }
+    seen = []
+    name = f"{Small.__module__}:Small"
+    server = server_app(
+        Small, INPUTS, classes=CLASSES, name=name, evaluate=lambda model: seen.append(1) or {}
+    )
+    server(grid(), Context(1, 0, {}, RecordDict(), told))
+    assert len(seen) == ROUNDS
+    assert_equal(load(out).state_dict(), reference("layerwise"))
+    with pytest.raises(InputError, match="penlty"):
+        server(grid(), Context(1, 0, {}, RecordDict(), {**told, "nafi.penlty": 1.0}))
