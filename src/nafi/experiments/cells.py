@@ -14,9 +14,15 @@ import numpy as np
 import scipy
 import torch
 
-from nafi.experiments.config import AnyExperiment, MethodConfig, RoundsExperiment
+from nafi.experiments.config import AnyExperiment, Experiment, MethodConfig, RoundsExperiment
 from nafi.experiments.entries import DETAILS, Record, accuracy, entry
-from nafi.experiments.populations import Description, Population, describe, population
+from nafi.experiments.populations import (
+    Description,
+    Population,
+    attacked,
+    describe,
+    population,
+)
 from nafi.experiments.rounds import run_rounds
 from nafi.federated.run import Progress
 from nafi.fusion import FUSERS, fuse
@@ -123,6 +129,8 @@ def _local(cell: Cell) -> list[Record]:
 
 
 def _fused(cell: Cell) -> list[Record]:
+    experiment = cell.experiment
+    assert isinstance(experiment, Experiment)
     known = {d.proximal: d for d in cell.descriptions()}
     loaded: dict[float, Population] = {}
     spec: ModelSpec | None = None
@@ -135,12 +143,12 @@ def _fused(cell: Cell) -> list[Record]:
         clients = loaded[pull]
         inputs = (clients.test.inputs[:2],)
         spec = spec or groups(clients.models[0], inputs)
-        limit = cell.experiment.width_limit
+        limit = experiment.width_limit
         if limit != "none" and "max_width" in FUSERS[cell.method.method].options:
             options.setdefault("max_width", limit)
         start = time.perf_counter()
         result = fuse(
-            clients.models,
+            attacked(clients.models, cell.method.attack, experiment.attackers, cell.seed),
             inputs,
             method=cell.method.method,
             class_counts=clients.counts,

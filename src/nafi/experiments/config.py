@@ -21,6 +21,7 @@ from nafi.federated.training import Optimiser
 PAPER = resources.files("nafi.experiments") / "paper"
 # What clients start from: weights of their own, or the same for all.
 Start = Literal["own", "shared"]
+Attack = Literal["none", "flip", "scale", "flip-and-scale"]
 
 
 class _Strict(BaseModel):
@@ -55,6 +56,7 @@ class MethodConfig(_Strict):
     options: fixed options; grid: option -> values, of which all combinations are tried
     start: whose models are fused; proximal: FedProx's pull to the start, may be in the grid
     widths_of: take the widths that this other method came to, in an experiment in rounds
+    attack: what the experiment's attackers do to their weights before they send them
     """
 
     name: str
@@ -63,6 +65,7 @@ class MethodConfig(_Strict):
     grid: dict[str, list[Any]] = {}
     start: Start = "own"
     widths_of: str | None = None
+    attack: Attack = "none"
 
     def candidates(self) -> list[dict[str, Any]]:
         """All combinations of the grid, with the fixed options."""
@@ -119,8 +122,12 @@ class _Experiment(_Strict):
 
 
 class Experiment(_Experiment):
-    """Clients train once, and their models are fused in one shot."""
+    """Clients train once, and their models are fused in one shot.
 
+    attackers: clients that do what a method's `attack` says
+    """
+
+    attackers: int = Field(default=0, ge=0)
     data: Literal["mnist", "digits"] = "mnist"
     width: int = Field(default=100, ge=1)
     training: TrainingConfig = TrainingConfig()
@@ -194,6 +201,11 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> An
             raise InputError(
                 f"{name}: method {method.name} takes the widths of {method.widths_of}, which is no "
                 "method with widths of its own"
+            )
+        if method.attack != "none" and not getattr(experiment, "attackers", 0):
+            raise InputError(
+                f"{name}: method {method.name} is attacked by {method.attack}, but there are no "
+                "attackers (only experiments without rounds can have them)"
             )
     return experiment
 

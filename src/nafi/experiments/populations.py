@@ -6,6 +6,7 @@ on its description alone; it is trained once and then read from disk.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nafi.experiments.config import Experiment, Start
+from nafi.experiments.config import Attack, Experiment, Start
 from nafi.experiments.data import Dataset, cache_folder, load_data
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition, hold_back
@@ -126,6 +127,22 @@ def population(
         data.train[np.concatenate(held)],
         data.test,
     )
+
+
+_FACTORS: dict[Attack, float] = {"none": 1.0, "flip": -1.0, "scale": 10.0, "flip-and-scale": -10.0}
+
+
+def attacked(models: list[nn.Module], attack: Attack, attackers: int, seed: int) -> list[nn.Module]:
+    """The models as they are sent; attackers, drawn by the seed, multiply all their weights."""
+    if attack == "none" or not attackers:
+        return models
+    chosen = np.random.default_rng([seed, attackers]).permutation(len(models))[:attackers]
+    sent = [copy.deepcopy(model) if s in chosen else model for s, model in enumerate(models)]
+    with torch.no_grad():
+        for s in chosen:
+            for parameter in sent[s].parameters():
+                parameter.mul_(_FACTORS[attack])
+    return sent
 
 
 Index = npt.NDArray[np.intp]

@@ -8,10 +8,13 @@ another; plain averaging holds one update at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
+from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +23,7 @@ from nafi.federated.architecture import Form
 from nafi.federated.strategy import State, Strategy, Task, Update, class_table, plain
 from nafi.fusion import fuse
 from nafi.fusion.merge import check_class_axis, class_axis
+from nafi.fusion.screen import Screen
 from nafi.graph.spec import ModelSpec, holds_numbers
 from nafi.graph.trace import named_tensors
 
@@ -36,6 +40,7 @@ class FusionRounds(Strategy):
         first round must match them
     class_shares: average the output layer by who has seen which class; in all other layers clients
         then count the same, as in `nafi.fuse`. Without it, all is the mean by samples
+    screen: against clients that send harmful weights; averaging then holds all updates at once
     """
 
     first: str = AVERAGE
@@ -43,6 +48,7 @@ class FusionRounds(Strategy):
     options: Mapping[str, Any] = field(default_factory=dict)
     shared_start: bool = True
     class_shares: bool = False
+    screen: Screen = field(default_factory=Screen)
 
     def start(self) -> State:
         form = self.architecture.form
@@ -56,7 +62,8 @@ class FusionRounds(Strategy):
         method = self.first if state.round == 0 else self.then
         if method == AVERAGE:
             _, spec = self.architecture.network(state.form)
-            tensors = average(updates, spec, state.tensors, self.class_shares)
+            mean = partial(screened_average, self.screen) if self.screen.active else average
+            tensors = mean(updates, spec, state.tensors, self.class_shares)
             return State(state.round + 1, state.form, tensors)
         return self._fused(state, list(updates), method, self.options)
 
@@ -143,6 +150,50 @@ def average(
             kept = before[name] if name in before else first.tensors[name]
             value = torch.where(known, value / torch.where(known, totals[name], 1.0), kept)
         mean[name] = value.to(first.tensors[name].dtype)
+    return mean
+
+
+def _held_to_usual(updates: list[Update], spec: ModelSpec, screen: Screen) -> list[Update]:
+    """Updates with neurons that are too long made shorter, and counts that are too high lower."""
+    if not updates:
+        raise InputError("no updates to average")
+    states = screen.clipped([update.tensors for update in updates], [spec] * len(updates))
+    samples = screen.counts(np.array([update.samples for update in updates], dtype=np.float64))
+    table = class_table(updates)
+    classes = None if table is None else screen.counts(np.array(table, dtype=np.float64))
+    assert samples is not None
+    return [
+        replace(
+            update,
+            tensors=states[s],
+            samples=max(1, round(samples[s])),
+            class_counts=update.class_counts if classes is None else tuple(map(ceil, classes[s])),
+        )
+        for s, update in enumerate(updates)
+    ]
+
+
+def screened_average(
+    screen: Screen,
+    updates: Iterable[Update],
+    spec: ModelSpec,
+    before: Mapping[str, Tensor],
+    class_shares: bool,
+) -> dict[str, Tensor]:
+    """As `average`, of what a screen leaves; all updates are in memory."""
+    given = _held_to_usual(list(updates), spec, screen)
+    first = given[0].tensors
+    mean = {}
+    for name, tensor in first.items():
+        if not holds_numbers(tensor):
+            mean[name] = tensor
+            continue
+        values = torch.stack([update.tensors[name].double() for update in given])
+        weights = torch.stack([_weight(update, name, spec, class_shares) for update in given])
+        weights = weights.reshape(len(given), *weights.shape[1:] or [1] * tensor.ndim)
+        found = screen.mean(values, weights > 0, weights)
+        kept = before.get(name, tensor)
+        mean[name] = torch.where((weights > 0).any(dim=0), found, kept).to(tensor.dtype)
     return mean
 
 

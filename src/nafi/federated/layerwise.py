@@ -18,11 +18,12 @@ from nafi.federated.architecture import Form, Tensors, load_tensors
 from nafi.federated.strategy import Member, State, Strategy, Task, Update, class_table
 from nafi.fusion.clients import check_clients
 from nafi.fusion.descent import Descent, Matcher, in_place, next_group
-from nafi.fusion.merge import bias_of, merge
+from nafi.fusion.merge import merge
 from nafi.fusion.networks import Networks, prepare
+from nafi.fusion.screen import Screen
 from nafi.fusion.widths import MaxWidth, width_limits
 from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
-from nafi.graph.lift import Positions, lift, lifted_rows, row_axes
+from nafi.graph.lift import Positions, bias_of, lift, lifted_rows, row_axes
 from nafi.graph.spec import ModelSpec, holds_numbers
 from nafi.graph.trace import named_tensors
 
@@ -47,6 +48,7 @@ class Layerwise(Strategy):
     batchnorm: a layer's normalisation is folded into it, with each client's own statistics, when
         the layer is matched; "attach" gives the final model an identity in its place to train on,
         "fold" leaves it folded
+    screen: against clients that send harmful weights
 
     The server holds one set of weights for every client.
     """
@@ -56,6 +58,7 @@ class Layerwise(Strategy):
     max_width: MaxWidth = None
     restore_norm: bool = True
     batchnorm: str = "attach"
+    screen: Screen = field(default_factory=Screen)
 
     def start(self) -> State:
         return State(0, self.architecture.form)
@@ -90,7 +93,7 @@ class Layerwise(Strategy):
         networks = self._networks(state)
         descent = self._descent(state, networks)
         descent.run("bottom-up", lambda step, done, total: None)
-        tensors = merge(networks, descent.placements, restore_norm=self.restore_norm)
+        tensors = self._merged(networks, descent.placements, self.restore_norm)
         folded = replace(networks, batchnorm="fold")
         model, spec, _ = folded.build(tensors, descent.widths)
         return self._with_batchnorm(model, spec, {})
@@ -116,7 +119,8 @@ class Layerwise(Strategy):
             [f"client {name}" for name in state.members],
         )
         _, spec = self.architecture.network(state.form)
-        return prepare(clients, self.architecture.example_inputs, spec, "attach")
+        networks = prepare(clients, self.architecture.example_inputs, spec, "attach")
+        return networks.screened(self.screen)
 
     def _descent(self, state: State, networks: Networks) -> Descent:
         if state.round < self.layers:
@@ -138,7 +142,7 @@ class Layerwise(Strategy):
             for name in networks.spec.axes
             if name not in frozen and _is_settled(name, networks.spec, matched)
         ]
-        merged = merge(networks, descent.placements, restore_norm=self.restore_norm, names=names)
+        merged = self._merged(networks, descent.placements, self.restore_norm, names)
         settled = {**frozen, **merged}
         _, spec = self.architecture.network(state.form)
         pairs = [
@@ -162,7 +166,7 @@ class Layerwise(Strategy):
         frozen = self._frozen(state)
         names = [name for name in networks.spec.axes if name not in frozen]
         placements = [in_place(spec, spec.groups) for spec in networks.specs]
-        merged = merge(networks, placements, restore_norm=False, names=names)
+        merged = self._merged(networks, placements, False, names)
         tensors = {**frozen, **merged}
         form = Form(state.form.widths, networks.spec.folded)
         members = {
@@ -171,6 +175,17 @@ class Layerwise(Strategy):
         }
         matched = () if self.freeze else state.matched
         return State(state.round + 1, form, tensors, matched, members)
+
+    def _merged(
+        self,
+        networks: Networks,
+        placements: Sequence[Mapping[str, Positions]],
+        restore_norm: bool,
+        names: Sequence[str] | None = None,
+    ) -> dict[str, Tensor]:
+        return merge(
+            networks, placements, restore_norm=restore_norm, names=names, screen=self.screen
+        )
 
     def _for_newcomers(self, state: State) -> dict[str, Tensor]:
         """What a client begins with that sent nothing yet, beside settled layers.

@@ -19,10 +19,12 @@ from nafi.federated.training import Training
 from nafi.fusion import FUSERS
 from nafi.fusion.base import fuser_named
 from nafi.fusion.descent import Matcher
+from nafi.fusion.screen import Screen
 
 STRATEGIES = ("fedavg", "fedprox", "ot", "rebasin", "match-then-average", "layerwise")
 _OF_TRAINING = tuple(f.name for f in fields(Training))
 _OF_MATCHER = tuple(f.name for f in fields(Matcher) if f.name != "seed")
+_OF_SCREEN = tuple(f.name for f in fields(Screen))
 _OF_LAYERWISE = ("method", "freeze", "max_width", "restore_norm", "batchnorm")
 
 
@@ -45,7 +47,8 @@ def make_strategy(
         after that the rounds are those of fedavg, or of fedprox with `proximal`
     layerwise: a group of neurons a round, by `method` "nafi" or "pfnm", which makes it FedMA
 
-    options: of the strategy, of `nafi.fuse` where it fuses, and of `Training` for all of them
+    options: of the strategy, of `nafi.fuse` where it fuses, and of `Training` for all of them;
+    `clip` and `trim` of `nafi.fuse` also where updates are averaged
     """
     if name not in STRATEGIES:
         raise InputError(f"strategy: found {name!r}, expected one of {', '.join(STRATEGIES)}")
@@ -65,7 +68,7 @@ def make_strategy(
         return _layerwise(common, given)
     shares = bool(given.pop("class_shares", False))
     if name in ("fedavg", "fedprox"):
-        return FusionRounds(*common, class_shares=shares)
+        return FusionRounds(*common, class_shares=shares, screen=Screen(**given))
     method = given.pop("method", "nafi") if name == "match-then-average" else name
     _check_fuser(method, given)
     return FusionRounds(
@@ -75,6 +78,7 @@ def make_strategy(
         options=given,
         shared_start=False,
         class_shares=shares,
+        screen=Screen(**{key: given[key] for key in _OF_SCREEN if key in given}),
     )
 
 
@@ -90,12 +94,12 @@ def _check_fuser(method: str, options: Mapping[str, Any]) -> None:
 def option_names(name: str) -> list[str]:
     """The options that a strategy has beside rounds, seed and fraction."""
     own: dict[str, tuple[str, ...]] = {
-        "fedavg": ("class_shares",),
-        "fedprox": ("class_shares",),
+        "fedavg": ("class_shares", *_OF_SCREEN),
+        "fedprox": ("class_shares", *_OF_SCREEN),
         "ot": FUSERS["ot"].options,
         "rebasin": FUSERS["rebasin"].options,
         "match-then-average": ("method", "class_shares", *FUSERS["nafi"].options),
-        "layerwise": (*_OF_LAYERWISE, *_OF_MATCHER),
+        "layerwise": (*_OF_LAYERWISE, *_OF_MATCHER, *_OF_SCREEN),
     }
     return list(dict.fromkeys((*own[name], *_OF_TRAINING)))
 
@@ -110,7 +114,15 @@ def _layerwise(common: tuple[Any, ...], given: Mapping[str, Any]) -> Layerwise:
             raise InputError("penalty: pfnm has none; use the method nafi")
         settings["penalty"] = 0.0
     rest = {key: given[key] for key in _OF_LAYERWISE if key in given and key != "method"}
+    screen = Screen(**{key: given[key] for key in _OF_SCREEN if key in given})
     architecture, training, rounds, seed, fraction = common
     return Layerwise(
-        architecture, training, rounds, seed, fraction, matcher=Matcher(**settings), **rest
+        architecture,
+        training,
+        rounds,
+        seed,
+        fraction,
+        matcher=Matcher(**settings),
+        screen=screen,
+        **rest,
     )

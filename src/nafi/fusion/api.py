@@ -64,6 +64,10 @@ def fuse(
         restore_norm: give merged neurons the mean norm of their members.
         input_moments: for each model {weight: mean squares of its inputs}, see
             `nafi.input_moments`; inputs that are mostly zero then count for little.
+        clip, trim: against models that may be harmful. Neurons longer than `clip` times the median
+            of their layer are shortened; every number is the mean over the models that own it
+            without the share `trim` of them at either end, and neurons of fewer models are not
+            read. 2.0 and 0.2, with a max_width of 1.5, are a start.
         sweeps, compat: as in `nafi.match`.
 
     Options of others: ot: reference, metric, restore_norm; rebasin: sweeps, restore_norm;

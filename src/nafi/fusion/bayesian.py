@@ -22,6 +22,7 @@ from nafi.fusion.features import Moments
 from nafi.fusion.merge import check_classes, merge
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, prepare
+from nafi.fusion.screen import Screen
 from nafi.fusion.widths import MaxWidth, width_limits
 
 DIRECTIONS = ("bottom-up", "top-down")
@@ -39,6 +40,8 @@ class Settings:
     max_width: MaxWidth = None
     restore_norm: bool = True
     input_moments: Sequence[Mapping[str, Array]] | None = None
+    clip: float | None = None
+    trim: float = 0.0
 
     def __post_init__(self) -> None:
         if self.direction not in DIRECTIONS:
@@ -58,6 +61,12 @@ class Settings:
                 "penalty: a list needs validate=, a function of the fused model whose result is "
                 "the higher the better (the accuracy on data held out by the clients, for example)"
             )
+
+        self.screen  # noqa: B018 (checks clip and trim)
+
+    @property
+    def screen(self) -> Screen:
+        return Screen(self.clip, self.trim)
 
     @property
     def penalties(self) -> list[float]:
@@ -79,7 +88,12 @@ class _Plan:
         networks = self.networks
         descent = Descent(networks, matcher, self.limits, self.moments)
         descent.run(self.settings.direction, self.progress)
-        state = merge(networks, descent.placements, restore_norm=self.settings.restore_norm)
+        state = merge(
+            networks,
+            descent.placements,
+            restore_norm=self.settings.restore_norm,
+            screen=self.settings.screen,
+        )
         widths = descent.widths
         model, spec, architecture = networks.build(state, widths)
         assignments = {
@@ -125,6 +139,7 @@ def nafi(task: Task, **options: Any) -> FusionResult:
     matchers = [Matcher(penalty=lam, seed=task.seed, **chosen) for lam in settings.penalties]
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm)
     check_classes(networks.clients, networks.spec)
+    networks = networks.screened(settings.screen)
     moments = check_moments(networks, settings.input_moments)
     limits = width_limits(networks, settings.max_width)
     plan = _Plan(networks, settings, limits, moments, task.progress)

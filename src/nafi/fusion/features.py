@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from nafi.fusion.clients import Array
-from nafi.fusion.merge import bias_of, weights_of
+from nafi.fusion.merge import weights_of
 from nafi.fusion.networks import Networks
-from nafi.graph.lift import Placements, consumed_axes, lift_block
+from nafi.graph.lift import Placements, bias_of, consumed_axes, lift_block
 from nafi.graph.neurons import Role, Stretch, rows_first, stretches
 from nafi.graph.spec import ModelSpec, holds_numbers
 

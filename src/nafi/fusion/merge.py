@@ -16,7 +16,8 @@ from torch import Tensor
 from nafi.errors import InputError
 from nafi.fusion.clients import Array, Clients
 from nafi.fusion.networks import Networks
-from nafi.graph.lift import Placements, lift, lifted_rows, row_axes, whole_rows
+from nafi.fusion.screen import Screen
+from nafi.graph.lift import Placements, bias_of, columns_of, lift, lifted_rows, row_axes
 from nafi.graph.spec import ModelSpec, Place, holds_numbers
 
 
@@ -26,6 +27,7 @@ def merge(
     *,
     restore_norm: bool,
     names: Collection[str] | None = None,
+    screen: Screen | None = None,
 ) -> dict[str, Tensor]:
     """Average all clients' tensors where their neurons went.
 
@@ -33,8 +35,10 @@ def merge(
     restore_norm: scale every merged neuron's incoming weights, and the bias that goes with them, so
         that their norm is the mean norm of its members: averaging vectors that differ shrinks them.
     names: the tensors to average; all of them by default
+    screen: leave out what is unusual; its `clip` must have been applied before
 
-    Cost: every tensor once for each client; memory: a few copies of the largest tensor.
+    Cost: every tensor once for each client; memory: a few copies of the largest tensor, with a
+    screen that trims as many as there are clients.
     """
     spec, clients = networks.spec, networks.clients
     check_classes(clients, spec)
@@ -45,7 +49,7 @@ def merge(
         if not holds_numbers(networks.states[0][name]):
             merged[name] = _first_owner(networks, placements, name)
             continue
-        sums = _Sums()
+        sums = _Trimmed(screen) if screen is not None and screen.trim else _Sums()
         for s, weight in enumerate(weights_of(clients, name, spec)):
             sums.add(networks, placements[s], name, s, torch.as_tensor(weight))
         mean = sums.mean(neutral=1.0 if name.endswith("running_var") else 0.0)
@@ -99,24 +103,49 @@ class _Sums:
         return torch.where((members > 0) & (found > 0), found / members, 1.0)
 
 
+@dataclass
+class _Trimmed:
+    """The same, without the clients at either end of each number."""
+
+    screen: Screen
+    values: list[Tensor] = field(default_factory=list)
+    present: list[Tensor] = field(default_factory=list)
+    owners: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    rest: list[int] = field(default_factory=list)
+
+    def add(
+        self, networks: Networks, placements: Placements, name: str, index: int, weight: Tensor
+    ) -> None:
+        spec, tensor = networks.specs[index], networks.states[index][name]
+        self.values.append(lift(tensor.double(), name, spec, placements))
+        self.present.append(lift(torch.ones_like(tensor), name, spec, placements) > 0)
+        self.owners.append(lifted_rows(name, spec, placements) > 0)
+        self.weights.append(weight)
+        self.rest = columns_of(name, spec)
+
+    def mean(self, neutral: float) -> Tensor:
+        """An input that an owner does not have is still a zero, but is no vote about the others.
+
+        An input that hardly anyone has may be an attacker's own: nothing is read from it.
+        """
+        present, owners, weights = map(torch.stack, (self.present, self.owners, self.weights))
+        found = self.screen.mean(torch.stack(self.values), present, weights)
+        owned = (weights * owners).sum(dim=0)
+        share = (weights * present).sum(dim=0) / torch.where(owned > 0, owned, 1.0)
+        having, rows = present.sum(dim=0), owners.expand(present.shape).sum(dim=0)
+        rare = (having < rows) & (having <= self.screen.trim * rows)
+        return torch.where(owned > 0, torch.where(rare, 0.0, found * share), neutral)
+
+    def shrinkage(self, mean: Tensor) -> Tensor:
+        norms = torch.stack([_norm(value, self.rest) for value in self.values])
+        members = self.screen.mean(norms, torch.stack(self.owners), torch.stack(self.weights))
+        found = _norm(mean, self.rest)
+        return torch.where((members > 0) & (found > 0), found / members, 1.0)
+
+
 def _norm(tensor: Tensor, axes: list[int]) -> Tensor:
     return tensor.abs().square().sum(dim=axes, keepdim=True).sqrt()
-
-
-def columns_of(name: str, spec: ModelSpec) -> list[int]:
-    """The axes along which a tensor's rows run, if its rows are neurons."""
-    rows = row_axes(name, spec)
-    if not rows or not whole_rows(name, spec):
-        return []
-    return [axis for axis in range(len(spec.axes[name])) if axis not in rows]
-
-
-def bias_of(name: str, spec: ModelSpec) -> str | None:
-    """The tensor that is added to what this one makes, going by its name and its neurons."""
-    path, _, attribute = name.rpartition(".")
-    bias = f"{path}.{attribute.replace('weight', 'bias')}".removeprefix(".")
-    rows = tuple(spec.axes[name][axis] for axis in row_axes(name, spec))
-    return bias if bias != name and spec.axes.get(bias) == rows else None
 
 
 def _first_owner(networks: Networks, placements: Sequence[Placements], name: str) -> Tensor:

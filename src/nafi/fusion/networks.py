@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError, SpecError
 from nafi.fusion.clients import Clients
+from nafi.fusion.screen import Screen
 from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
 from nafi.graph.groups import groups
 from nafi.graph.rebuild import rebuild
@@ -70,6 +71,17 @@ class Networks:
         """The same with every client counting the same in every tensor."""
         plain = replace(self.clients, class_counts=None, sample_counts=None)
         return replace(self, clients=plain)
+
+    def screened(self, screen: Screen) -> Networks:
+        """The same with neurons and counts held to what is usual."""
+        if screen.clip is None:
+            return self
+        held = replace(
+            self.clients,
+            class_counts=screen.counts(self.clients.class_counts),
+            sample_counts=screen.counts(self.clients.sample_counts),
+        )
+        return replace(self, clients=held, states=screen.clipped(self.states, self.specs))
 
     def check_equal_widths(self, method: str) -> None:
         """Refuse clients of different widths, for a method that cannot have them."""

@@ -167,3 +167,19 @@ def _lifted(
         return lift_block(unfolded, block, spec, placements, consumed)
 
     return transform(tensor, axes, spec.widths, change, target)
+
+
+def columns_of(name: str, spec: ModelSpec) -> list[int]:
+    """The axes along which a tensor's rows run, if its rows are neurons."""
+    rows = row_axes(name, spec)
+    if not rows or not whole_rows(name, spec):
+        return []
+    return [axis for axis in range(len(spec.axes[name])) if axis not in rows]
+
+
+def bias_of(name: str, spec: ModelSpec) -> str | None:
+    """The tensor that is added to what this one makes, going by its name and its neurons."""
+    path, _, attribute = name.rpartition(".")
+    bias = f"{path}.{attribute.replace('weight', 'bias')}".removeprefix(".")
+    rows = tuple(spec.axes[name][axis] for axis in row_axes(name, spec))
+    return bias if bias != name and spec.axes.get(bias) == rows else None

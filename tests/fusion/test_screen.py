@@ -1,0 +1,168 @@
+"""Harmful models: what a screen does to them, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor, nn
+
+import nafi
+from nafi.errors import InputError
+from nafi.federated import Update
+from nafi.federated.averaging import average, screened_average
+from nafi.fusion.screen import Screen
+from nafi.graph import groups
+
+INPUTS = (torch.zeros(2, 6),)
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).eval()
+
+
+def times(model: nn.Module, factor: float) -> nn.Module:
+    scaled = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in scaled.parameters():
+            parameter.mul_(factor)
+    return scaled
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 12), st.floats(0, 0.49))
+def test_the_trimmed_mean_is_scipys(seed: int, clients: int, trim: float) -> None:
+    values = np.random.default_rng(seed).normal(size=(clients, 4, 3))
+    ones = torch.ones(clients, 1, 1, dtype=torch.float64)
+    found = Screen(trim=trim).mean(torch.from_numpy(values), ones > 0, ones)
+    np.testing.assert_allclose(found.numpy(), stats.trim_mean(values, trim, axis=0), atol=1e-12)
+
+
+def test_a_trimmed_mean_weighs_those_that_are_left_and_only_those_who_have_the_number() -> None:
+    values = torch.tensor([[5.0, 1.0], [1.0, 2.0], [2.0, 3.0], [4.0, 4.0], [99.0, 99.0]])
+    present = torch.tensor([[True, True]] * 4 + [[True, False]])
+    weights = torch.tensor([[1.0], [1.0], [3.0], [1.0], [1.0]])
+    found = Screen(trim=0.25).mean(values.double(), present, weights.double())
+    # Left over: 2, 4 and 5 with the weights 3, 1, 1; and 2 and 3 with the weights 1 and 3.
+    torch.testing.assert_close(found, torch.tensor([15 / 5, 11 / 4], dtype=torch.float64))
+
+
+def test_long_neurons_are_shortened_with_their_bias_and_others_left_alone() -> None:
+    models = [network(seed) for seed in range(5)]
+    with torch.no_grad():
+        models[4][0].weight[2].mul_(50)
+        models[4][0].bias[2].mul_(50)
+    spec = groups(models[0], INPUTS)
+    before = [dict(model.state_dict()) for model in models]
+    found = Screen(clip=2.0).clipped(before, [spec] * 5)
+    lengths = [state["0.weight"].norm(dim=1) for state in before]
+    limit = 2.0 * torch.stack([own.median() for own in lengths]).median()
+    assert float(found[4]["0.weight"][2].norm()) == pytest.approx(float(limit), rel=1e-5)
+    ratio = found[4]["0.bias"][2] / before[4]["0.bias"][2]
+    assert float(ratio) == pytest.approx(float(limit / lengths[4][2]), rel=1e-5)
+    for s, state in enumerate(found):
+        for name in state:
+            same = torch.ones(len(state[name]), dtype=torch.bool)
+            same[2] = s != 4 or not name.startswith("0.")
+            assert torch.equal(state[name][same], before[s][name][same])
+
+
+def test_a_model_that_is_scaled_up_counts_as_if_it_were_not() -> None:
+    """All neurons of one model are ten times as long: clipped to the median, it is as before."""
+    models = [network(0) for _ in range(5)]
+    attacked = [*models[:4], times(models[4], 10.0)]
+    options: dict[str, Any] = {"method": "pfnm", "max_width": 5, "restore_norm": False}
+    plain = nafi.fuse(attacked, INPUTS, **options)
+    held = nafi.fuse(attacked, INPUTS, clip=1.0, **options)
+    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = models[0](x)
+        off, close = ((r.model(x) - wanted).abs().mean() for r in (plain, held))
+    assert float(off) > 1.0
+    assert float(close) < 0.2
+
+
+def test_counts_are_held_to_the_median() -> None:
+    screen = Screen(clip=2.0)
+    found = screen.counts(np.array([10.0, 20.0, 30.0, 1e12]))
+    np.testing.assert_allclose(found, [10, 20, 30, 50])
+    table = screen.counts(np.array([[1.0, 1.0], [2.0, 2.0], [0.0, 600.0]]))
+    np.testing.assert_allclose(table, [[1, 1], [2, 2], [0, 8]])
+    assert Screen(trim=0.2).counts(np.array([1.0, 1e12]))[1] == 1e12
+
+
+def test_a_screen_changes_nothing_where_all_agree() -> None:
+    models = [network(3) for _ in range(4)]
+    plain = nafi.fuse(models, INPUTS).model.state_dict()
+    held = nafi.fuse(models, INPUTS, clip=1.5, trim=0.25).model.state_dict()
+    for name in plain:
+        torch.testing.assert_close(held[name], plain[name])
+
+
+def test_a_neuron_of_few_clients_is_read_by_nobody() -> None:
+    """Four models agree; one has neurons of its own, pointing elsewhere."""
+    models = [network(1) for _ in range(4)] + [times(network(2), 3.0)]
+    plain = nafi.fuse(models, INPUTS, penalty=0.0, evidence=500.0)
+    held = nafi.fuse(models, INPUTS, penalty=0.0, evidence=500.0, trim=0.2)
+    alone = torch.from_numpy(plain.owners("0") == 1)
+    assert alone.sum() == 5
+    assert float(plain.model[2].weight[:, alone].detach().abs().max()) > 0.1  # type: ignore[index]
+    assert torch.equal(held.model[2].weight[:, alone], torch.zeros(3, 5))  # type: ignore[index]
+    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        # Four of five have the neurons that are read; all have the bias.
+        bias = models[0][2].bias  # type: ignore[index]
+        wanted = 0.8 * (models[0](x) - bias) + bias
+        torch.testing.assert_close(held.model(x), wanted, atol=1e-5, rtol=1e-5)
+
+
+def updates(tensors: list[Tensor], samples: list[int]) -> list[Update]:
+    return [
+        Update(str(s), 0, {"0.weight": tensor}, count, (count, 0, 0))
+        for s, (tensor, count) in enumerate(zip(tensors, samples, strict=True))
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.floats(-1e6, 1e6))
+def test_a_screened_average_stays_within_what_honest_clients_sent(seed: int, harm: float) -> None:
+    spec = groups(network(0), INPUTS)
+    generator = torch.Generator().manual_seed(seed)
+    honest = [torch.randn(5, 6, generator=generator) for _ in range(6)]
+    sent = updates([*honest, torch.full((5, 6), harm)], [10] * 6 + [2**40])
+    weights = {"0.weight": spec.axes["0.weight"]}
+    small = type(spec)(spec.groups, weights, consumed=spec.consumed)
+    found = screened_average(Screen(clip=2.0, trim=0.2), sent, small, {}, False)["0.weight"]
+    stacked = torch.stack(honest)
+    assert bool((found >= stacked.min(dim=0).values - 1e-5).all())
+    assert bool((found <= stacked.max(dim=0).values + 1e-5).all())
+
+
+def test_without_harm_a_screened_average_is_close_to_the_average() -> None:
+    spec = groups(network(0), INPUTS)
+    small = type(spec)(spec.groups, {"0.weight": spec.axes["0.weight"]}, consumed=spec.consumed)
+    sent = updates([torch.full((5, 6), float(value)) for value in (1, 2, 3)], [10, 20, 10])
+    plain = average(sent, small, {}, False)["0.weight"]
+    held = screened_average(Screen(clip=5.0), sent, small, {}, False)["0.weight"]
+    torch.testing.assert_close(held, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"clip": 0}, "clip"),
+        ({"clip": "2"}, "clip"),
+        ({"trim": 0.5}, "trim"),
+        ({"trim": -1}, "trim"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        nafi.fuse([network(0), network(1)], INPUTS, **options)
