@@ -5,7 +5,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # Two workers with one thread each: more threads than cores only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: demo test test-browser lint bench format venv clean
+.PHONY: demo test test-browser test-federation fuzz lint bench format venv clean
 
 demo: .venv/ready
 	$(BIN)/nafi demo
@@ -16,6 +16,16 @@ test: lint
 # Looks at a report in headless Chromium (Debian: apt-get install chromium).
 test-browser: .venv/ready-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_browser.py
+
+# 20,000 malformed files, messages and configurations for each of ten readers; about half an hour.
+fuzz: .venv/ready-dev
+	NAFI_FUZZ_CASES=20000 $(PYTEST) tests/fuzz
+
+# A federation over TLS with node keys, on this machine, through faults; some minutes.
+test-federation: .venv/ready-dev
+	$(BIN)/python examples/flower-deployment/run.py
+	$(BIN)/python examples/flower-deployment/run.py --fault node
+	$(BIN)/python examples/flower-deployment/run.py --fault server
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

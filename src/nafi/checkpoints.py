@@ -11,11 +11,12 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ from nafi.version import __version__
 _KEY = "nafi"
 # What people call the weights inside of a file that holds more than them.
 _NESTED = ("state_dict", "model_state_dict", "model")
+# Example inputs are made anew to see that a network runs; no file may ask for more numbers.
+_MOST_INPUTS = 2**28
 _WRAPPERS = ("_orig_mod.", "module.")
 
 
@@ -55,7 +58,7 @@ class Manifest:
     widths: Mapping[str, int] | None = None
     spec: Mapping[str, Any] | None = None
     folded: bool = False
-    inputs: Sequence[Any] | None = None
+    inputs: Sequence[tuple[list[int], str]] | None = None
     class_counts: Sequence[float] | None = None
     sample_count: float | None = None
     aliases: Mapping[str, str] | None = None
@@ -65,7 +68,27 @@ class Manifest:
         """Zeros of the shapes that were saved."""
         if self.inputs is None:
             return None
-        return tuple(torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in self.inputs)
+        return tuple(torch.zeros(shape, dtype=_dtype(kind)) for shape, kind in self.inputs)
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def _manifest(told: str) -> Manifest:
+    """What a file says of itself; files come from strangers."""
+    found = _MANIFEST.validate_json(told, strict=True)
+    for shape, kind in found.inputs or []:
+        _dtype(kind)
+        if not all(0 <= size <= _MOST_INPUTS for size in shape) or prod(shape) > _MOST_INPUTS:
+            raise ValueError(f"inputs of shape {shape}")
+    return found
+
+
+def _dtype(kind: str) -> torch.dtype:
+    found = getattr(torch, kind, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"inputs of type {kind!r}")
+    return found
 
 
 def save(
@@ -305,11 +328,11 @@ def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def _described(inputs: Inputs | None) -> list[Any] | None:
+def _described(inputs: Inputs | None) -> list[tuple[list[int], str]] | None:
     """Shapes and types of example inputs, if tensors are all they are."""
     if inputs is None or not all(isinstance(value, Tensor) for value in inputs):
         return None
-    return [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in inputs]
+    return [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in inputs]
 
 
 def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], Manifest]:
@@ -322,9 +345,12 @@ def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], Manifest]:
     if not state:
         raise CheckpointError(f"{file} holds no tensors")
     try:
-        manifest = Manifest(**json.loads(told)) if told else Manifest()
+        manifest = _manifest(told) if told else Manifest()
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{file} has a manifest that cannot be read: {error}") from None
+    lost = [name for name in (manifest.aliases or {}).values() if name not in state]
+    if lost:
+        raise CheckpointError(f"{file} lacks {few(lost)}, of which it has other names")
     return _unwrapped(state), manifest
 
 

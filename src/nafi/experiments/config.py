@@ -220,5 +220,5 @@ def _read(name: str) -> dict[str, Any]:
         return tomllib.loads(Path(name).read_text())
     except OSError as error:
         raise InputError(f"cannot read {name}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{name} is not TOML: {error}") from None

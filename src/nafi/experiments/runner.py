@@ -85,6 +85,8 @@ def read_records(file: Path) -> list[Record]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} does not hold run records: {error}") from None
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -103,7 +105,7 @@ def read_runs(path: Path) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = {}
     for file in files:
         for record in read_records(file):
-            if not isinstance(record, dict) or "experiment" not in record:
+            if not isinstance(record, dict) or not isinstance(record.get("experiment"), str):
                 raise InputError(f"{file} does not hold run records")
             found.setdefault(record["experiment"], []).append(record)
     if not found:

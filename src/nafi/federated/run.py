@@ -158,7 +158,7 @@ def conduct(
     state = strategy.start()
     records: Records = []
     if checkpoint is not None and resume and checkpoint.exists():
-        state, records, settings = read_state(checkpoint)
+        state, records, settings = read_state(checkpoint, strategy.architecture)
         _check_same_run(checkpoint, settings, strategy.settings())
         log.info("%s holds %d of %d rounds", checkpoint, state.round, strategy.rounds)
     tell = progress or (lambda step, done, total: None)

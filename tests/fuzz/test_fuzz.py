@@ -1,0 +1,285 @@
+"""Whatever a file or a client holds: an error of ours that says so, or something that can be used.
+
+NAFI_FUZZ_CASES: cases for each of the tests; `make fuzz` runs 20,000.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import nafi
+from nafi.checkpoints import read
+from nafi.errors import NafiError
+from nafi.experiments.config import PAPER, load_experiment
+from nafi.experiments.runner import read_runs
+from nafi.federated import Acceptance, Strategy, Task, Trainer, Update
+from nafi.federated.acceptance import shapes_of
+from nafi.federated.flower import Federation
+from nafi.federated.messages import (
+    read_state,
+    task_from,
+    task_to,
+    update_from,
+    update_to,
+    write_state,
+)
+from nafi.federated.strategy import State
+from nafi.graph.spec import ModelSpec
+from tests.federated.grids import LocalGrid
+from tests.federated.networks import CLASSES, FEATURES, Small, population
+from tests.federated.test_simulation import made
+from tests.fuzz.mutations import edited, edited_bytes, edited_safetensors, junk
+
+CASES = int(os.environ.get("NAFI_FUZZ_CASES", "60"))
+fuzzed = settings(
+    max_examples=CASES,
+    deadline=5000,  # a hang is an error
+    database=None,
+    derandomize=CASES < 1000,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="nafi-fuzz-"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cleaned() -> Iterator[None]:
+    yield
+    for path in sorted(folder().rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    folder().rmdir()
+    folder.cache_clear()
+
+
+def file_with(content: bytes, suffix: str = ".safetensors") -> Path:
+    path = folder() / f"case{suffix}"
+    path.write_bytes(content)
+    return path
+
+
+@cache
+def strategy() -> Strategy:
+    return made("layerwise")
+
+
+@cache
+def exchange() -> tuple[State, Task, Update]:
+    """A second round of a federation: a task and the update that answers it."""
+    work = Trainer(strategy().architecture, population(), CLASSES)
+    state = strategy().start()
+    updates = [work(name, strategy().task(state, name))[0] for name in population()]
+    state = strategy().aggregate(state, updates)
+    task = strategy().task(state, "1")
+    return state, task, work("1", task)[0]
+
+
+def check(update: Update) -> None:
+    """What passes the checks can be used."""
+    state, task, _ = exchange()
+    shapes = shapes_of(strategy().architecture, state.form)
+    rules = Acceptance(classes=CLASSES, max_bytes=10**6, max_norm=1e6)
+    rules.check(update, "1", task, shapes)
+    strategy().aggregate(state, [update])
+
+
+@fuzzed
+@given(st.data())
+def test_update_bytes(data: st.DataObject) -> None:
+    content = data.draw(edited_safetensors(update_to(exchange()[2])))
+    try:
+        check(update_from(content))
+    except NafiError:
+        return
+
+
+@fuzzed
+@given(st.data())
+def test_updates(data: st.DataObject) -> None:
+    """Updates that were read, with a value that is not what it should be."""
+    update = exchange()[2]
+    name = data.draw(st.sampled_from(["client", "round", "samples", "class_counts", "tensors"]))
+    value: Any = data.draw(junk())
+    if name == "tensors":
+        key = data.draw(st.sampled_from(sorted(update.tensors)))
+        shape = data.draw(st.lists(st.integers(0, 5), max_size=3))
+        kind = data.draw(st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool]))
+        odd = torch.ones(shape).to(kind) * data.draw(st.sampled_from([1, 0, -1]))
+        full = torch.full_like(
+            update.tensors[key], data.draw(st.sampled_from([float("nan"), float("inf"), 1e30]))
+        )
+        value = {**update.tensors, key: data.draw(st.sampled_from([odd, full, value]))}
+    if name == "class_counts" and isinstance(value, list):
+        value = tuple(value)
+    try:
+        check(replace(update, **{name: value}))
+    except NafiError:
+        return
+
+
+@fuzzed
+@given(st.data())
+def test_task_bytes(data: st.DataObject) -> None:
+    """A client survives a server that errs, too."""
+    content = data.draw(edited_safetensors(task_to(exchange()[1])))
+    try:
+        task = task_from(content)
+        if task.training.epochs * task.training.batch < 10**4:
+            Trainer(strategy().architecture, population(), CLASSES)("1", task)
+    except NafiError:
+        return
+
+
+@cache
+def state_bytes() -> bytes:
+    path = folder() / "whole.safetensors"
+    write_state(path, exchange()[0], [{"round": 1}], strategy().settings())
+    return path.read_bytes()
+
+
+@fuzzed
+@given(st.data())
+def test_checkpoints_of_runs(data: st.DataObject) -> None:
+    path = file_with(data.draw(edited_safetensors(state_bytes())))
+    try:
+        state, _, _ = read_state(path, strategy().architecture)
+        strategy().model(state)
+        strategy().task(state, "1")
+    except NafiError:
+        return
+
+
+@cache
+def model_bytes() -> bytes:
+    torch.manual_seed(0)
+    inputs = (torch.zeros(2, FEATURES),)
+    result = nafi.fuse([Small(), Small()], inputs)
+    path = folder() / "model.safetensors"
+    nafi.save(result, path, factory="tests.federated.networks:Small", example_inputs=inputs)
+    return path.read_bytes()
+
+
+@fuzzed
+@given(st.data())
+def test_models(data: st.DataObject) -> None:
+    """The factory is given: a file that names another is believed, as the documentation says."""
+    path = file_with(data.draw(edited_safetensors(model_bytes())))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nafi.load(path, Small)
+    except NafiError:
+        return
+
+
+@cache
+def spec_data() -> Any:
+    return nafi.groups(Small(), (torch.zeros(2, FEATURES),)).to_dict()
+
+
+@fuzzed
+@given(st.data())
+def test_specs(data: st.DataObject) -> None:
+    try:
+        ModelSpec.from_dict(data.draw(edited(spec_data())))
+    except NafiError:
+        return
+
+
+@cache
+def experiments() -> list[bytes]:
+    return [path.read_bytes() for path in PAPER.iterdir() if path.name.endswith(".toml")]
+
+
+@fuzzed
+@given(st.data())
+def test_configurations(data: st.DataObject) -> None:
+    text = data.draw(edited_bytes(data.draw(st.sampled_from(experiments()))))
+    path = file_with(text, ".toml")
+    try:
+        experiment = load_experiment(str(path), data.draw(st.sampled_from([None, "quick"])))
+        for method in experiment.methods:
+            method.candidates()
+    except NafiError:
+        return
+
+
+@fuzzed
+@given(st.data())
+def test_records(data: st.DataObject) -> None:
+    record = {
+        "experiment": "mnist-nets",
+        "trial": 0,
+        "clients": 15,
+        "hidden": 1,
+        "method": "nafi",
+        "test": 90.0,
+        "widths": [100],
+    }
+    lines = [json.dumps(record), json.dumps(data.draw(edited(record)))]
+    text = "\n".join(lines).encode()
+    try:
+        read_runs(file_with(data.draw(st.just(text) | edited_bytes(text)), ".jsonl"))
+    except NafiError:
+        return
+
+
+@cache
+def federation() -> Federation:
+    LocalGrid(ClientApp(), {})
+    return Federation(strategy(), acceptance=Acceptance(max_bytes=10**6))
+
+
+@fuzzed
+@given(st.data())
+def test_replies(data: st.DataObject) -> None:
+    """Whatever a node answers, it is an update or a reason why not; it never ends the run."""
+    server = federation()
+    question = Message(RecordDict(), 1, "train")
+    content = data.draw(edited_safetensors(update_to(exchange()[2])) | st.binary(max_size=64))
+    kind = data.draw(st.sampled_from(["nafi.safetensors", "numpy.ndarray", ""]))
+    array = Array(dtype="uint8", shape=(3,), stype=kind, data=content)
+    key, name = (
+        data.draw(st.sampled_from(["nafi", "x"])),
+        data.draw(st.sampled_from(["message", "y"])),
+    )
+    records = data.draw(
+        st.sampled_from(
+            [
+                RecordDict({key: ArrayRecord({name: array})}),
+                RecordDict({"nafi": ConfigRecord({"message": content})}),
+                RecordDict(),
+            ]
+        )
+    )
+    reply = Message(records, reply_to=question)
+    if data.draw(st.integers(0, 9)) == 0:
+        reply = Message(Error(code=data.draw(st.integers(0, 300))), reply_to=question)
+    found = server._outcome(reply)
+    assert isinstance(found, Exception) or isinstance(found[0], Update)
+
+
+@fuzzed
+@given(st.data())
+def test_other_files(data: st.DataObject) -> None:
+    try:
+        read(file_with(data.draw(st.binary(max_size=200))))
+    except NafiError:
+        return
