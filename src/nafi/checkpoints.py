@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class Manifest:
     class_counts, sample_count: of the data that the model was trained on
     aliases: names of shared tensors, which are stored once
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     factory: str | None = None
     widths: Mapping[str, int] | None = None

@@ -175,8 +175,8 @@ def test_records_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_every_experiment_of_the_paper_can_be_read() -> None:
-    mnist = ["mnist-layers", "mnist-nets", "mnist-sensitivity", "mnist-size", "mnist-width"]
-    assert experiment_names() == ["carvana", "cifar10", *mnist]
+    mnist = ["layers", "nets", "poison", "sensitivity", "size", "width"]
+    assert experiment_names() == ["carvana", "cifar10", *(f"mnist-{name}" for name in mnist)]
     for name in experiment_names():
         whole, quick = load_experiment(name), load_experiment(name, "quick")
         assert whole.trials == {"carvana": 2, "cifar10": 3}.get(name, 5)
@@ -189,7 +189,9 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
 
 
 @pytest.mark.usefixtures("real_data")
-@pytest.mark.parametrize("name", ["mnist-layers", "mnist-size", "cifar10", "carvana"])
+@pytest.mark.parametrize(
+    "name", ["mnist-layers", "mnist-poison", "mnist-size", "cifar10", "carvana"]
+)
 def test_quick_profiles_run(name: str, tmp_path: Path) -> None:
     experiment = load_experiment(name, "quick")
     records = run_experiment(experiment, tmp_path / "q.jsonl", jobs=1, resume=False, progress=quiet)

@@ -139,8 +139,8 @@ def test_records_tell_of_every_round() -> None:
     assert run.records[-1]["loss"] < run.records[1]["loss"]
     assert all(record["seconds"] > 0 for record in run.records)
     assert steps[0] == ("round 1 of 4", 0, 12)
-    assert steps[-1][0].startswith("round 4 of 4, client 2, loss 0.")
-    assert steps[-1][1:] == (12, 12)
+    assert steps[-2][0].startswith("round 4 of 4, client 2, loss 0.")
+    assert steps[-1] == ("round 4 of 4, score 4", 12, 12)
 
 
 def test_the_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:

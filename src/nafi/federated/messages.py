@@ -19,7 +19,7 @@ from safetensors.torch import save as save_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nafi.errors import CheckpointError, InputError, NafiError, few
+from nafi.errors import CheckpointError, InputError, few
 from nafi.federated.architecture import Architecture, Form, Tensors
 from nafi.federated.strategy import Member, Records, State, Task, Update
 from nafi.federated.training import Training
@@ -145,10 +145,8 @@ def write_state(
         save_file(_contiguous(tensors), partial, metadata={_KEY: json.dumps(told)})
 
 
-def read_state(
-    path: Path, architecture: Architecture | None = None
-) -> tuple[State, Records, dict[str, Any]]:
-    """The inverse of `write_state`; architecture: whose networks the file must hold."""
+def read_state(path: Path) -> tuple[State, Records, dict[str, Any]]:
+    """The inverse of `write_state`."""
     try:
         with safe_open(path, framework="pt") as handle:
             header = (handle.metadata() or {})[_KEY]
@@ -169,18 +167,16 @@ def read_state(
             tuple(told.matched),
             members,
         )
-        if architecture is not None:
-            _check_state(state, architecture)
         return state, told.records, told.settings
-    except (NafiError, SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    except (InputError, SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not the checkpoint of a run ({type(error).__name__}: {error}); remove it "
             "to start again"
         ) from None
 
 
-def _check_state(state: State, architecture: Architecture) -> None:
-    """Refuse a state whose tensors are not those of its networks."""
+def check_state(state: State, architecture: Architecture) -> None:
+    """Refuse a state, as read from a file, whose tensors are not those of its networks."""
     model, spec = architecture.network(state.form)
     shapes = {name: tensor.shape for name, tensor in named_tensors(model).items()}
     unknown = [name for name in state.matched if name not in spec.groups]

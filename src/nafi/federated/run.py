@@ -20,7 +20,7 @@ from torch import nn
 
 from nafi.errors import InputError, NafiError
 from nafi.federated.acceptance import Acceptance, QuorumError, Shapes, UpdateError, shapes_of
-from nafi.federated.messages import read_state, write_state
+from nafi.federated.messages import check_state, read_state, write_state
 from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of
 
 log = logging.getLogger(__name__)
@@ -158,8 +158,9 @@ def conduct(
     state = strategy.start()
     records: Records = []
     if checkpoint is not None and resume and checkpoint.exists():
-        state, records, settings = read_state(checkpoint, strategy.architecture)
+        state, records, settings = read_state(checkpoint)
         _check_same_run(checkpoint, settings, strategy.settings())
+        check_state(state, strategy.architecture)
         log.info("%s holds %d of %d rounds", checkpoint, state.round, strategy.rounds)
     tell = progress or (lambda step, done, total: None)
     while not strategy.finished(state):
