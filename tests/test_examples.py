@@ -10,17 +10,22 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def shares(name: str) -> tuple[list[float], list[float]]:
-    """The percentages that an example prints: of clients, and of the rest in their order."""
+def printed(name: str, *arguments: str) -> list[str]:
+    """The lines that an example prints."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
+        [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.endswith("%")]
+    return done.stdout.splitlines()
+
+
+def shares(name: str) -> tuple[list[float], list[float]]:
+    """The percentages that an example prints: of clients, and of the rest in their order."""
+    lines = [line for line in printed(name) if line.endswith("%")]
     found = [
         (line.startswith("client"), float(re.findall(r"([\d.]+)%", line)[-1])) for line in lines
     ]
@@ -45,3 +50,12 @@ def test_federation() -> None:
     assert layerwise[0] > fedavg[0] + 10  # after one round
     assert averaged[1] > fedavg[1]
     assert min(fedavg[-1], layerwise[-1], averaged[-1]) > 85
+
+
+def test_monai_unet() -> None:
+    lines = printed("monai_unet.py", "--quick")
+    assert lines[0].startswith("4 groups of 24 neurons")
+    found = {line.partition(":")[0]: float(line.split()[-1]) for line in lines if "dice" in line}
+    alone = max(value for name, value in found.items() if name.startswith("client"))
+    assert found["nafi, then averaged, round 4"] > alone + 20
+    assert found["nafi, then averaged, round 4"] > found["nafi, then averaged, round 1"] + 20

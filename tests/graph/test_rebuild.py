@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,3 +95,14 @@ def test_half_precision_and_devices_stay() -> None:
     spec = nafi.groups(zoo.MLP(5, 8, 4), (torch.zeros(2, 5),))
     wide = rebuild(model, spec, {"layers.0": 9})
     assert {p.dtype for p in wide.parameters()} == {torch.float16}
+
+
+def test_normalisations_without_tensors_learn_their_size() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    inputs = (torch.randn(2, 3, 8, 8),)
+    wide = rebuild(model, nafi.groups(model, inputs), {"0": 7})
+    assert wide[1].num_features == 7  # type: ignore[index]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wide.train()(*inputs)
+    assert not wide[1]._forward_pre_hooks  # type: ignore[index]

@@ -9,7 +9,8 @@ code still assumes the old sizes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,14 +47,38 @@ def rebuild(
     twin = load_resized(model, spec, new_spec, state)
     if not changed:
         return twin
-    trouble = _trouble(model, twin, spec, new_spec, inputs)
-    for level in (1, 2):
-        # Modules of the user's own remember sizes as well, such as a number of heads.
-        if trouble is not None and _adapt(twin, spec, new_spec, changed, level):
-            trouble = _trouble(model, twin, spec, new_spec, inputs)
+    with _bare_norms_told(twin):
+        trouble = _trouble(model, twin, spec, new_spec, inputs)
+        for level in (1, 2):
+            # Modules of the user's own remember sizes as well, such as a number of heads.
+            if trouble is not None and _adapt(twin, spec, new_spec, changed, level):
+                trouble = _trouble(model, twin, spec, new_spec, inputs)
     if trouble is not None:
         raise SpecError(_advice(model, changed, inputs, trouble))
     return twin
+
+
+@contextmanager
+def _bare_norms_told(model: nn.Module) -> Iterator[None]:
+    """Let normalisations that hold no tensors learn their size from what comes in."""
+
+    def tell(module: nn.modules.instancenorm._InstanceNorm, inputs: tuple[Tensor, ...]) -> None:
+        given = inputs[0]
+        module.num_features = given.shape[given.ndim - module._get_no_batch_dim()]  # type: ignore[no-untyped-call]
+
+    bare = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        and not module.affine
+        and not module.track_running_stats
+    ]
+    hooks = [module.register_forward_pre_hook(tell) for module in bare]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def resize_state(
