@@ -9,12 +9,14 @@ code still assumes the old sizes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from nafi.errors import SpecError
 from nafi.graph.blocks import Block, transform
@@ -47,38 +49,14 @@ def rebuild(
     twin = load_resized(model, spec, new_spec, state)
     if not changed:
         return twin
-    with _bare_norms_told(twin):
-        trouble = _trouble(model, twin, spec, new_spec, inputs)
-        for level in (1, 2):
-            # Modules of the user's own remember sizes as well, such as a number of heads.
-            if trouble is not None and _adapt(twin, spec, new_spec, changed, level):
-                trouble = _trouble(model, twin, spec, new_spec, inputs)
+    trouble = _trouble(model, twin, spec, new_spec, inputs)
+    for level in (1, 2):
+        # Modules of the user's own remember sizes as well, such as a number of heads.
+        if trouble is not None and _adapt(twin, spec, new_spec, changed, level):
+            trouble = _trouble(model, twin, spec, new_spec, inputs)
     if trouble is not None:
         raise SpecError(_advice(model, changed, inputs, trouble))
     return twin
-
-
-@contextmanager
-def _bare_norms_told(model: nn.Module) -> Iterator[None]:
-    """Let normalisations that hold no tensors learn their size from what comes in."""
-
-    def tell(module: nn.modules.instancenorm._InstanceNorm, inputs: tuple[Tensor, ...]) -> None:
-        given = inputs[0]
-        module.num_features = given.shape[given.ndim - module._get_no_batch_dim()]  # type: ignore[no-untyped-call]
-
-    bare = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm)
-        and not module.affine
-        and not module.track_running_stats
-    ]
-    hooks = [module.register_forward_pre_hook(tell) for module in bare]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def resize_state(
@@ -312,7 +290,8 @@ def _trouble(
             narrow[name].copy_(_resized(tensor, name, new_spec, spec))
     expected = run(probe, tensors)
     try:
-        found = run(wide, tensors)
+        with _bare_norms_told(wide, twin):
+            found = run(wide, tensors)
     except Exception as error:
         return f"fails: {first_line(error)}"
     if [t.shape for t in found] != [t.shape for t in expected]:
@@ -324,6 +303,30 @@ def _trouble(
         return None if same else f"takes its neurons apart in another way: {derived.widths}"
     gap = difference(found, expected)
     return None if gap <= 10 * TOLERANCE[dtype] else f"computes something else (by {gap:.2g})"
+
+
+@contextmanager
+def _bare_norms_told(model: nn.Module, twin: nn.Module) -> Iterator[None]:
+    """Let normalisations without tensors learn their size, in both, when the first one runs."""
+    hooks = []
+    for path, module in model.named_modules():
+        if isinstance(module, _InstanceNorm) and not list(module.buffers()) + list(
+            module.parameters()
+        ):
+            pair = (module, twin.get_submodule(path))
+            hooks.append(module.register_forward_pre_hook(partial(_tell_size, pair)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tell_size(norms: Sequence[nn.Module], module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    assert isinstance(module, _InstanceNorm)
+    dimension = inputs[0].ndim - module._get_no_batch_dim()  # type: ignore[no-untyped-call]
+    for norm in norms:
+        norm.num_features = inputs[0].shape[dimension]
 
 
 def _advice(model: nn.Module, changed: list[str], inputs: Inputs, trouble: str) -> str:
