@@ -5,6 +5,7 @@ from nafi.federated.architecture import Architecture, Form
 from nafi.federated.averaging import FusionRounds
 from nafi.federated.client import Trainer
 from nafi.federated.layerwise import Layerwise
+from nafi.federated.privacy import Noise
 from nafi.federated.run import Run
 from nafi.federated.samples import Samples
 from nafi.federated.simulation import simulate
@@ -19,6 +20,7 @@ __all__ = [
     "Form",
     "FusionRounds",
     "Layerwise",
+    "Noise",
     "QuorumError",
     "Run",
     "Samples",
