@@ -17,10 +17,11 @@ Behaviour = Callable[[Message, Callable[[], Message]], list[Message]]
 
 @dataclass
 class Node:
-    """A client; behaviour: by default it answers once, as it should."""
+    """A client; behaviour: by default it answers once, as it should; config: of its SuperNode."""
 
     name: str
     behaviour: Behaviour | None = None
+    config: dict[str, Any] | None = None
 
 
 @dataclass
@@ -45,13 +46,13 @@ class LocalGrid(Grid):  # type: ignore[misc]
         node_id = message.metadata.dst_node_id
         node = self.nodes.get(node_id)
         if node is not None:
-            answer = lambda: self._answer(message, node_id, node.name)  # noqa: E731
+            answer = lambda: self._answer(message, node_id, node)  # noqa: E731
             plain: Behaviour = lambda message, answer: [answer()]  # noqa: E731
             self.replies[number] = (node.behaviour or plain)(message, answer)
         return number
 
-    def _answer(self, message: Message, node_id: int, name: str) -> Message:
-        context = Context(1, node_id, {"name": name}, RecordDict(), {})
+    def _answer(self, message: Message, node_id: int, node: Node) -> Message:
+        context = Context(1, node_id, node.config or {"name": node.name}, RecordDict(), {})
         try:
             return self.app(message, context)
         except Exception as error:

@@ -1,0 +1,100 @@
+"""What `nafi flower new` writes, on Flower's own simulation engine."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from flwr.serverapp import ServerApp
+from flwr.simulation import run_simulation
+from typer.testing import CliRunner
+
+import nafi
+from nafi.cli.app import app as cli
+from nafi.federated import Architecture, Trainer, Training, make_strategy, simulate
+from nafi.federated.flower import Federation
+from tests.federated.grids import LocalGrid, Node
+
+SETTINGS: dict[str, Any] = {"epochs": 3, "batch": 16, "optimiser": "adam", "rate": 0.005}
+OPTIONS: dict[str, Any] = {"rounds": 3, "penalty": 0.1, "max_width": 3.0}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("flower") / "My digits"
+    done = CliRunner().invoke(cli, ["flower", "new", str(folder)])
+    assert done.exit_code == 0, done.output
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    for name in [name for name in sys.modules if name == "app" or name.startswith("app.")]:
+        del sys.modules[name]
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"app.{name}")
+
+
+def reference() -> dict[str, torch.Tensor]:
+    """The same federation in this process."""
+    task = module("task")
+    contexts = [Context(1, s, {"partition-id": s}, RecordDict(), {}) for s in range(3)]
+    shares = {str(s): task.data(context) for s, context in enumerate(contexts)}
+    architecture = Architecture(task.network, task.INPUTS)
+    strategy = make_strategy("layerwise", architecture, Training(**SETTINGS), **OPTIONS)
+    return simulate(strategy, list(shares), Trainer(architecture, shares, 10)).model.state_dict()
+
+
+def test_the_app_is_named_after_its_folder(written: Path) -> None:
+    assert 'name = "my-digits"' in (written / "pyproject.toml").read_text()
+    assert (written / "README.md").read_text().startswith("# my-digits")
+
+
+def test_the_app_comes_to_the_model_of_a_run_in_one_process(written: Path, tmp_path: Path) -> None:
+    out = tmp_path / "global.safetensors"
+    told = {f"nafi.{name}": value for name, value in {**SETTINGS, **OPTIONS}.items()}
+    told |= {"nafi.nodes": 3, "nafi.out": str(out), "nafi.checkpoint": str(tmp_path / "run")}
+    nodes = {10 + s: Node(str(s), config={"partition-id": s}) for s in range(3)}
+    grid = LocalGrid(module("client_app").app, nodes)
+    module("server_app").app(grid, Context(1, 0, {}, RecordDict(), told))
+    found = nafi.load(out, module("task").network).state_dict()
+    for name, tensor in reference().items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    assert module("task").evaluate(nafi.load(out, module("task").network))["accuracy"] > 70
+
+
+def test_flowers_simulation_comes_to_the_model_of_a_run_in_one_process(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's workers import the app by its path."""
+    monkeypatch.setenv("PYTHONPATH", str(written))
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "0")
+    task = module("task")
+    architecture = Architecture(task.network, task.INPUTS)
+    strategy = make_strategy("layerwise", architecture, Training(**SETTINGS), **OPTIONS)
+    federation = Federation(strategy, nodes=3, wait=120.0, deadline=120.0)
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Any, context: Any) -> None:
+        federation.start(grid)
+
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(server, module("client_app").app, 3, backend_config=resources)
+    found = federation.run.model.state_dict()
+    for name, tensor in reference().items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("mine")
+    done = CliRunner().invoke(cli, ["flower", "new", str(tmp_path)])
+    assert done.exit_code != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
