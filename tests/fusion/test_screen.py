@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 
 import nafi
 from nafi.errors import InputError
-from nafi.federated import Update
+from nafi.federated import Trainer, Training, Update, make_strategy
 from nafi.federated.averaging import average, screened_average
 from nafi.fusion.screen import Screen
 from nafi.graph import groups
+from tests.federated.networks import CLASSES, population, small
 
 INPUTS = (torch.zeros(2, 6),)
 
@@ -54,6 +56,12 @@ def test_a_trimmed_mean_weighs_those_that_are_left_and_only_those_who_have_the_n
     torch.testing.assert_close(found, torch.tensor([15 / 5, 11 / 4], dtype=torch.float64))
 
 
+def whole(state: Any) -> Tensor:
+    """The lengths of the hidden neurons, bias included."""
+    rows = torch.cat([state["0.weight"], state["0.bias"].unsqueeze(1)], dim=1)
+    return rows.norm(dim=1)
+
+
 def test_long_neurons_are_shortened_with_their_bias_and_others_left_alone() -> None:
     models = [network(seed) for seed in range(5)]
     with torch.no_grad():
@@ -62,9 +70,12 @@ def test_long_neurons_are_shortened_with_their_bias_and_others_left_alone() -> N
     spec = groups(models[0], INPUTS)
     before = [dict(model.state_dict()) for model in models]
     found = Screen(clip=2.0).clipped(before, [spec] * 5)
-    lengths = [state["0.weight"].norm(dim=1) for state in before]
-    limit = 2.0 * torch.stack([own.median() for own in lengths]).median()
-    assert float(found[4]["0.weight"][2].norm()) == pytest.approx(float(limit), rel=1e-5)
+    lengths = [whole(state) for state in before]
+    limit = max(
+        2.0 * torch.stack([own.median() for own in lengths]).median(),
+        torch.stack([own.max() for own in lengths]).median(),
+    )
+    assert float(whole(found[4])[2]) == pytest.approx(float(limit), rel=1e-5)
     ratio = found[4]["0.bias"][2] / before[4]["0.bias"][2]
     assert float(ratio) == pytest.approx(float(limit / lengths[4][2]), rel=1e-5)
     for s, state in enumerate(found):
@@ -89,13 +100,107 @@ def test_a_model_that_is_scaled_up_counts_as_if_it_were_not() -> None:
     assert float(close) < 0.2
 
 
+def test_a_huge_bias_is_held_too() -> None:
+    models = [network(0) for _ in range(5)]
+    with torch.no_grad():
+        models[2][0].bias.fill_(1e6)
+    found = nafi.fuse(models, INPUTS, method="pfnm", max_width=5, clip=2.0, restore_norm=False)
+    assert float(found.model[0].bias.detach().abs().max()) < 2  # type: ignore[index]
+
+
+def test_a_norm_without_weights_is_held_as_a_whole() -> None:
+    def normed(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+
+    models = [normed(s) for s in range(5)]
+    with torch.no_grad():
+        for model in models:
+            model[1].bias.fill_(0.1)
+        models[4][1].weight.fill_(1e6)
+        models[4][1].bias.fill_(1e6)
+    spec = groups(models[0], INPUTS)
+    found = Screen(clip=2.0).clipped([dict(m.state_dict()) for m in models], [spec] * 5)
+    torch.testing.assert_close(found[4]["1.weight"], torch.full((5,), 2.0))
+    torch.testing.assert_close(found[4]["1.bias"], torch.full((5,), 0.2))
+    torch.testing.assert_close(found[0]["1.weight"], models[0][1].weight.detach())
+
+
+def test_layers_of_mostly_dead_neurons_stay() -> None:
+    models = [network(s) for s in range(4)]
+    with torch.no_grad():
+        for model in models:
+            for parameter in (model[0].weight, model[0].bias):
+                parameter[:4] = 0
+    spec = groups(models[0], INPUTS)
+    before = [dict(model.state_dict()) for model in models]
+    for old, new in zip(before, Screen(clip=2.0).clipped(before, [spec] * 4), strict=True):
+        assert float(new["0.weight"][4].norm()) >= 0.5 * float(old["0.weight"][4].norm()) > 0
+
+
+def test_whoever_alone_knows_a_class_is_heard() -> None:
+    """Four clients never saw class 0: they are no voters on its row."""
+    models = [network(0) for _ in range(5)]
+    with torch.no_grad():
+        models[4][2].weight[0].fill_(3.0)
+    counts = np.array([[0, 10, 10]] * 4 + [[10, 10, 10]])
+    found = nafi.fuse(
+        models, INPUTS, method="pfnm", max_width=5, trim=0.2, class_counts=counts
+    ).model[2]  # type: ignore[index]
+    torch.testing.assert_close(found.weight[0].detach(), torch.full((5,), 3.0))
+
+
+def test_attackers_who_gather_in_one_neuron_are_still_trimmed() -> None:
+    """Three of fifteen clients, but three of the seven that own a number."""
+    values = torch.tensor([0.0] * 4 + [100.0] * 3 + [0.0] * 8, dtype=torch.float64).reshape(-1, 1)
+    present = torch.tensor([True] * 7 + [False] * 8).reshape(-1, 1)
+    ones = torch.ones(15, 1, dtype=torch.float64)
+    assert float(Screen(trim=0.2).mean(values, present, ones)) == 0
+
+
+def test_a_claim_of_many_samples_does_not_silence_the_others() -> None:
+    """Nine of ten have the neurons that are read, whatever the tenth claims."""
+    models = [network(1) for _ in range(9)] + [times(network(2), 3.0)]
+    options: dict[str, Any] = {"penalty": 0.0, "evidence": 500.0, "trim": 0.1, "clip": 2.0}
+    found = nafi.fuse(models, INPUTS, sample_counts=[10] * 9 + [2**40], **options)
+    assert sorted(found.owners("0").tolist()) == [1] * 5 + [9] * 5
+    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        bias = models[0][2].bias  # type: ignore[index]
+        wanted = 0.9 * (models[0](x) - bias) + bias
+        torch.testing.assert_close(found.model(x), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "match-then-average", "layerwise"])
+def test_strategies_withstand_a_client_that_sends_huge_weights(name: str) -> None:
+    strategy = make_strategy(
+        name, small(), Training(epochs=1, batch=8, rate=0.05), rounds=6, clip=2.0, trim=0.2
+    )
+    work = Trainer(strategy.architecture, population(6), CLASSES)
+    state = strategy.start()
+    for _ in range(5):
+        sent = []
+        for client in population(6):
+            update, _ = work(client, strategy.task(state, client))
+            if client == "0":
+                update = replace(update, tensors={n: 1e6 + t for n, t in update.tensors.items()})
+            sent.append(update)
+        state = strategy.aggregate(state, sent)
+    for tensor in strategy.model(state).state_dict().values():
+        assert float(tensor.abs().max()) < 10
+    for tensor in strategy.task(state, "new").tensors.values():
+        assert float(tensor.abs().max()) < 10
+
+
 def test_counts_are_held_to_the_median() -> None:
     screen = Screen(clip=2.0)
     found = screen.counts(np.array([10.0, 20.0, 30.0, 1e12]))
     np.testing.assert_allclose(found, [10, 20, 30, 50])
     table = screen.counts(np.array([[1.0, 1.0], [2.0, 2.0], [0.0, 600.0]]))
     np.testing.assert_allclose(table, [[1, 1], [2, 2], [0, 8]])
-    assert Screen(trim=0.2).counts(np.array([1.0, 1e12]))[1] == 1e12
+    found = Screen(trim=0.2).counts(np.array([10.0, 20.0, 30.0, 1e12]))
+    np.testing.assert_allclose(found, [10, 20, 30, 250])
+    assert Screen().counts(np.array([1.0, 1e12]))[1] == 1e12
 
 
 def test_a_screen_changes_nothing_where_all_agree() -> None:

@@ -97,6 +97,7 @@ def run_cell(cell: Cell, progress: Progress | None = None, device: str = "cpu") 
         "clients": cell.clients,
         "hidden": cell.hidden,
         "method": cell.method.name,
+        **({"attack": cell.method.attack} if cell.method.attack != "none" else {}),
         "seed": cell.seed,
         "chosen": best["options"],
         "validation": best["validation"],

@@ -202,10 +202,12 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> An
                 f"{name}: method {method.name} takes the widths of {method.widths_of}, which is no "
                 "method with widths of its own"
             )
-        if method.attack != "none" and not getattr(experiment, "attackers", 0):
+        attackers = getattr(experiment, "attackers", 0)
+        fit = 0 < attackers < min(experiment.clients) and method.method != "local"
+        if method.attack != "none" and not fit:
             raise InputError(
-                f"{name}: method {method.name} is attacked by {method.attack}, but there are no "
-                "attackers (only experiments without rounds can have them)"
+                f"{name}: method {method.name} is under attack, which needs attackers, fewer than "
+                "clients, a method that fuses, and an experiment without rounds"
             )
     return experiment
 

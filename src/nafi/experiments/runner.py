@@ -138,13 +138,15 @@ def _finished(experiment: AnyExperiment, file: Path, resume: bool) -> dict[tuple
 
 def _check_candidates(experiment: AnyExperiment, file: Path, records: Sequence[Record]) -> None:
     """Refuse records of a method that had others to choose from."""
-    candidates = {m.name: json.loads(json.dumps(m.candidates())) for m in experiment.methods}
+    candidates = {
+        m.name: (json.loads(json.dumps(m.candidates())), m.attack) for m in experiment.methods
+    }
     for number, record in enumerate(records, start=1):
-        tried = [entry["options"] for entry in record["candidates"]]
+        tried = [entry["options"] for entry in record["candidates"]], record.get("attack", "none")
         if record["method"] in candidates and tried != candidates[record["method"]]:
             raise InputError(
-                f"{file}: line {number}: {record['method']} had other candidates; remove its lines "
-                "to run it again, or give another --out"
+                f"{file}: line {number}: {record['method']} had other candidates or attackers; "
+                "remove its lines to run it again, or give another --out"
             )
 
 

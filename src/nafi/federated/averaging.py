@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from nafi.federated.architecture import Form
 from nafi.federated.strategy import State, Strategy, Task, Update, class_table, plain
 from nafi.fusion import fuse
 from nafi.fusion.merge import check_class_axis, class_axis
-from nafi.fusion.screen import Screen
+from nafi.fusion.screen import Screen, real
 from nafi.graph.spec import ModelSpec, holds_numbers
 from nafi.graph.trace import named_tensors
 
@@ -81,6 +80,8 @@ class FusionRounds(Strategy):
             raise InputError("there is no global model to join before the first round")
         late = self.architecture.filled(self.architecture.form, update.tensors)
         options = dict(self.options if self.first == "nafi" else {})
+        for name in ("clip", "trim"):  # two models have no usual
+            options.pop(name, None)
         found = fuse(
             [self.model(state), late],
             self.architecture.example_inputs,
@@ -161,13 +162,14 @@ def _held_to_usual(updates: list[Update], spec: ModelSpec, screen: Screen) -> li
     samples = screen.counts(np.array([update.samples for update in updates], dtype=np.float64))
     table = class_table(updates)
     classes = None if table is None else screen.counts(np.array(table, dtype=np.float64))
+    rows = None if classes is None else classes.round().astype(int).tolist()
     assert samples is not None
     return [
         replace(
             update,
             tensors=states[s],
             samples=max(1, round(samples[s])),
-            class_counts=update.class_counts if classes is None else tuple(map(ceil, classes[s])),
+            class_counts=update.class_counts if rows is None else tuple(rows[s]),
         )
         for s, update in enumerate(updates)
     ]
@@ -186,9 +188,10 @@ def screened_average(
     mean = {}
     for name, tensor in first.items():
         if not holds_numbers(tensor):
-            mean[name] = tensor
+            # Counters and positions: no client's word for them, where there is another.
+            mean[name] = before.get(name, tensor)
             continue
-        values = torch.stack([update.tensors[name].double() for update in given])
+        values = torch.stack([real(update.tensors[name], name) for update in given])
         weights = torch.stack([_weight(update, name, spec, class_shares) for update in given])
         weights = weights.reshape(len(given), *weights.shape[1:] or [1] * tensor.ndim)
         found = screen.mean(values, weights > 0, weights)

@@ -196,13 +196,23 @@ class Layerwise(Strategy):
         if state.round < self.layers or not state.matched:
             return {}
         members = list(state.members.values())
-        first = members[0].tensors
+        _, spec = self.architecture.network(state.form)
+        known = {name: spec.axes[name] for name in members[0].tensors}
+        held = self.screen.clipped(
+            [m.tensors for m in members], [replace(spec, axes=known)] * len(members)
+        )
         return {
-            name: torch.stack([m.tensors[name] for m in members]).double().mean(0).to(tensor.dtype)
-            if holds_numbers(tensor)
-            else tensor
-            for name, tensor in first.items()
+            name: self._mean([own[name] for own in held]) if holds_numbers(tensor) else tensor
+            for name, tensor in members[0].tensors.items()
         }
+
+    def _mean(self, tensors: Sequence[Tensor]) -> Tensor:
+        stacked = torch.stack(list(tensors))
+        if not self.screen.trim:
+            wide = torch.complex128 if stacked.is_complex() else torch.float64
+            return stacked.to(wide).mean(0).to(stacked.dtype)
+        votes = torch.ones([len(stacked)] + [1] * (stacked.ndim - 1), dtype=torch.float64)
+        return self.screen.mean(stacked.double(), votes > 0, votes).to(stacked.dtype)
 
     def _with_batchnorm(self, model: nn.Module, spec: ModelSpec, tensors: Tensors) -> nn.Module:
         load_tensors(model, tensors)

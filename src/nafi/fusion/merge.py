@@ -16,7 +16,7 @@ from torch import Tensor
 from nafi.errors import InputError
 from nafi.fusion.clients import Array, Clients
 from nafi.fusion.networks import Networks
-from nafi.fusion.screen import Screen
+from nafi.fusion.screen import Screen, real
 from nafi.graph.lift import Placements, bias_of, columns_of, lift, lifted_rows, row_axes
 from nafi.graph.spec import ModelSpec, Place, holds_numbers
 
@@ -118,8 +118,9 @@ class _Trimmed:
         self, networks: Networks, placements: Placements, name: str, index: int, weight: Tensor
     ) -> None:
         spec, tensor = networks.specs[index], networks.states[index][name]
-        self.values.append(lift(tensor.double(), name, spec, placements))
-        self.present.append(lift(torch.ones_like(tensor), name, spec, placements) > 0)
+        whole = torch.ones(tensor.shape, dtype=torch.float64)
+        self.values.append(lift(real(tensor, name), name, spec, placements))
+        self.present.append(lift(whole, name, spec, placements) > 0)
         self.owners.append(lifted_rows(name, spec, placements) > 0)
         self.weights.append(weight)
         self.rest = columns_of(name, spec)
@@ -127,15 +128,17 @@ class _Trimmed:
     def mean(self, neutral: float) -> Tensor:
         """An input that an owner does not have is still a zero, but is no vote about the others.
 
-        An input that hardly anyone has may be an attacker's own: nothing is read from it.
+        An input that hardly anyone has may be an attacker's own: nothing is read from it. Weights
+        are claims, so that shares are counted by heads.
         """
         present, owners, weights = map(torch.stack, (self.present, self.owners, self.weights))
         found = self.screen.mean(torch.stack(self.values), present, weights)
-        owned = (weights * owners).sum(dim=0)
-        share = (weights * present).sum(dim=0) / torch.where(owned > 0, owned, 1.0)
-        having, rows = present.sum(dim=0), owners.expand(present.shape).sum(dim=0)
-        rare = (having < rows) & (having <= self.screen.trim * rows)
-        return torch.where(owned > 0, torch.where(rare, 0.0, found * share), neutral)
+        say = owners & (weights > 0)
+        rows = say.expand(present.shape).sum(dim=0)
+        having = (present & say).sum(dim=0)
+        rare = (having < rows) & (present.sum(dim=0) <= self.screen.cut(len(present)))
+        share = having / rows.clamp(min=1)
+        return torch.where(rows > 0, torch.where(rare, 0.0, found * share), neutral)
 
     def shrinkage(self, mean: Tensor) -> Tensor:
         norms = torch.stack([_norm(value, self.rest) for value in self.values])

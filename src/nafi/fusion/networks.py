@@ -74,7 +74,7 @@ class Networks:
 
     def screened(self, screen: Screen) -> Networks:
         """The same with neurons and counts held to what is usual."""
-        if screen.clip is None:
+        if not screen.active:
             return self
         held = replace(
             self.clients,

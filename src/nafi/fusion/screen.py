@@ -24,15 +24,16 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Screen:
-    """What is done against clients that send harmful weights.
+    """What is done against clients that send harmful weights; it takes three clients or more.
 
-    clip: the longest neuron that is taken as it is, as a multiple of the median length of the
-        clients' neurons in that layer; longer ones are shortened, with their bias. Tensors without
-        neurons of their own, as the output layer, are shortened as a whole, and counts of samples
-        are held to the same multiple of their median
+    clip: the longest neuron that is taken as it is, weights and bias together, as a multiple of the
+        median length of the clients' neurons in that layer; longer ones are shortened, unless half
+        of the clients have neurons as long. Tensors without neurons of their own, as the output
+        layer, are shortened as a whole, and counts of samples held to the same multiple
     trim: the share of clients that are left out at either end of every number before the mean is
-        taken over those that own it; a neuron that no more than this share of clients have is read
-        by nobody, so neurons should be few enough to have several owners each (`max_width`)
+        taken over those that own it; with fewer owners than that, their median is. A neuron that no
+        more than this share of clients have is read by nobody, so neurons should be few enough to
+        have several owners each (`max_width`)
     """
 
     clip: float | None = None
@@ -48,51 +49,69 @@ class Screen:
     def active(self) -> bool:
         return self.clip is not None or self.trim > 0
 
+    def cut(self, clients: int) -> int:
+        """How many clients are left out at either end."""
+        return int(self.trim * clients + 1e-9)
+
     def clipped(self, states: Sequence[State], specs: Sequence[ModelSpec]) -> tuple[State, ...]:
         """The clients' tensors with neurons that are too long made shorter."""
         if self.clip is None:
             return tuple(states)
+        spec = specs[0]
+        with_weights = {bias_of(name, spec) for name in spec.axes if columns_of(name, spec)}
         found = [dict(state) for state in states]
-        for name in specs[0].axes:
-            bias = bias_of(name, specs[0])
-            columns = columns_of(name, specs[0])
-            alone = not columns and any(bias_of(o, specs[0]) == name for o in specs[0].axes)
-            if alone or not holds_numbers(states[0][name]):
+        for name in spec.axes:
+            if name in with_weights or not holds_numbers(states[0][name]):
                 continue
-            lengths = [_lengths(state[name], columns) for state in states]
-            # The median of medians: a client with many neurons has one vote.
-            limit = self.clip * torch.stack([own.median() for own in lengths]).median()
+            columns = columns_of(name, spec)
+            parts = [name]
+            bias = bias_of(name, spec) if columns else None
+            parts += [bias] if bias is not None else []
+            lengths = [_lengths([state[part] for part in parts], columns) for state in states]
+            limit = self._limit(lengths)
             for state, own in zip(found, lengths, strict=True):
                 share = torch.where(own > limit, limit / own, 1.0)
-                for scaled in (name, *([bias] if bias is not None and columns else [])):
-                    value = state[scaled]
-                    factor = share if scaled == name else share.reshape(value.shape)
-                    state[scaled] = (value * factor).to(value.dtype)
+                for part in parts:
+                    value = state[part]
+                    factor = share if part == name else share.reshape(value.shape)
+                    state[part] = (value * factor).to(value.dtype)
         return tuple(found)
+
+    def _limit(self, lengths: Sequence[Tensor]) -> Tensor:
+        """The longest that is usual; a client has one vote, however many neurons it has.
+
+        Neurons of length zero say nothing: clients lack them, or they died.
+        """
+        assert self.clip is not None
+        alive = [own[own > 0] for own in lengths if bool((own > 0).any())]
+        if not alive:
+            return torch.tensor(float("inf"), dtype=torch.float64)
+        usual = torch.stack([own.median() for own in alive]).median()
+        longest = torch.stack([own.max() for own in alive]).median()
+        return torch.maximum(self.clip * usual, longest)
 
     def counts(self, counts: Array | None) -> Array | None:
         """Sample or class counts, (S,) or (S, K), of which no client has too many: they are claims.
 
-        With `clip`, no client's sum is more than that multiple of the median.
+        No client's sum is more than `clip` times the median; ten times without it.
         """
-        if counts is None or self.clip is None:
+        if counts is None or not self.active:
             return counts
         sums = counts.reshape(len(counts), -1).sum(axis=1)
-        limit = self.clip * np.median(sums)
+        limit = (10.0 if self.clip is None else self.clip) * np.median(sums)
         share = np.where(sums > limit, limit / np.where(sums > 0, sums, 1.0), 1.0)
         return counts * share.reshape(-1, *[1] * (counts.ndim - 1))
 
     def mean(self, values: Tensor, present: Tensor, weights: Tensor) -> Tensor:
         """The weighted mean over clients of each number, without those at either end.
 
-        values, present, weights: (S, ...) broadcast to one shape; present: who has the number
+        values, present, weights: (S, ...) broadcast to one shape; present: who has the number. A
+        client of weight 0 has no say. Where nobody has one, the mean is 0.
         """
-        if values.is_complex():
-            raise InputError("trim: complex numbers have no order; leave trim out")
-        absent = ~present.expand(values.shape)
-        ranked, order = values.masked_fill(absent, float("inf")).sort(dim=0)
-        count = (~absent).sum(dim=0)
-        cut = (self.trim * count + 1e-9).long()
+        heard = (present & (weights > 0)).expand(values.shape)
+        ranked, order = values.masked_fill(~heard, float("inf")).sort(dim=0)
+        count = heard.sum(dim=0)
+        cut = torch.clamp((count - 1) // 2, min=0, max=self.cut(len(values)))
         rank = torch.arange(len(values)).reshape(-1, *[1] * (values.ndim - 1))
         kept = (rank >= cut) & (rank < count - cut)
         weight = weights.expand(values.shape).gather(0, order) * kept
@@ -101,9 +120,22 @@ class Screen:
         return summed / torch.where(total > 0, total, 1.0)
 
 
-def _lengths(tensor: Tensor, columns: list[int]) -> Tensor:
-    axes = columns or list(range(tensor.ndim))
-    return tensor.abs().double().square().sum(dim=axes, keepdim=True).sqrt()
+def real(tensor: Tensor, name: str) -> Tensor:
+    """A tensor in double precision, or an error for one that has no order to be trimmed by."""
+    if tensor.is_complex():
+        raise InputError(f"{name}: complex numbers have no order; leave trim out")
+    return tensor.double()
+
+
+def _lengths(parts: Sequence[Tensor], columns: list[int]) -> Tensor:
+    """Of each neuron, with its bias if that is the second part; else of a mean number."""
+    squares = parts[0].abs().double().square()
+    if not columns:
+        return squares.mean().sqrt()
+    total = squares.sum(dim=columns, keepdim=True)
+    for bias in parts[1:]:
+        total = total + bias.abs().double().square().reshape(total.shape)
+    return total.sqrt()
 
 
 def _between(value: object, low: float, high: float) -> bool:
