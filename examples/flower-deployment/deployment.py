@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -105,10 +105,10 @@ class Deployment:
     def kill(self, name: str) -> None:
         """SIGKILL to a process and all that it started."""
         process = self.processes.pop(name)
-        for group in {process.pid, *children(process.pid)}:
+        for group in [process.pid, *children(process.pid)]:
             try:
-                os.killpg(os.getpgid(group), signal.SIGKILL)
-            except ProcessLookupError:
+                os.killpg(group, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
                 continue
         process.wait(timeout=30)
 
@@ -175,22 +175,25 @@ def deployed(folder: Path, nodes: Sequence[str]) -> Iterator[Deployment]:
         yield found
     finally:
         for name in list(found.processes):
-            found.kill(name)
+            with suppress(subprocess.TimeoutExpired):  # the others are to be ended, too
+                found.kill(name)
 
 
 def children(parent: int) -> list[int]:
-    """All processes that a process started, and those that they did."""
-    table = subprocess.run(
-        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
-    ).stdout
-    pairs = [tuple(map(int, line.split())) for line in table.splitlines()]
+    """The process groups that a process started, and those that they did; Linux only."""
+    pairs = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended since
+            # After the name in brackets: state, parent, process group.
+            _, ppid, group, *_ = status.read_text().rpartition(")")[2].split()
+            pairs.append((int(status.parent.name), int(ppid), int(group)))
     found: list[int] = []
     waiting = [parent]
     while waiting:
         above = waiting.pop()
-        below = [pid for pid, ppid in pairs if ppid == above]
-        found += below
-        waiting += below
+        below = [(pid, group) for pid, ppid, group in pairs if ppid == above]
+        found += [group for _, group in below]
+        waiting += [pid for pid, _ in below]
     return found
 
 
@@ -232,7 +235,7 @@ def write_key(path: Path) -> None:
     public = private.public_key().public_bytes(
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
-    path.with_suffix(".pub").write_bytes(public)
+    path.with_name(f"{path.name}.pub").write_bytes(public)
 
 
 def write_private(

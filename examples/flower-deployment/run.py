@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 import tempfile
 import time
@@ -53,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", choices=["node", "server"])
     fault = parser.parse_args().fault
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that all is cleaned up
     with tempfile.TemporaryDirectory() as folder:
         accuracy, seconds = run(Path(folder), fault)
     print(f"accuracy {accuracy:.1f}% after {seconds:.0f} seconds; the model is the one expected")
@@ -70,7 +72,7 @@ def run(folder: Path, fault: str | None = None) -> tuple[float, float]:
         sys.path.insert(0, str(app))
         try:
             task = importlib.import_module("app.task")
-            model = nafi.load(federation.folder / "global.safetensors", task.network)
+            model = nafi.load(federation.folder / "digits.safetensors", task.network)
             check(model, expected(task, missing))
             return float(task.evaluate(model)["accuracy"]), seconds
         finally:
@@ -80,7 +82,9 @@ def run(folder: Path, fault: str | None = None) -> tuple[float, float]:
 def _job(federation: Deployment, app: Path, fault: str | None) -> tuple[str | None, int]:
     """Run the app to its end, through a fault; who is missing, from which round on."""
     quorum = 2 if fault == "node" else 3
-    told = {**SETTINGS, "quorum": quorum, "deadline": 120.0, "wait": 120.0, "nodes": 3}
+    # A dead client is waited for once to its deadline, and then for `wait` before each round.
+    limits = {"deadline": 60.0, "wait": 30.0} if fault == "node" else {}
+    told = {**SETTINGS, "quorum": quorum, "deadline": 180.0, "wait": 180.0, "nodes": 3, **limits}
     number = federation.submit(app, **told)
     if fault is None:
         _completed(federation, number)
@@ -104,7 +108,7 @@ def _completed(federation: Deployment, number: str) -> None:
 
 def _wait_for_checkpoint(federation: Deployment) -> None:
     end = time.monotonic() + 300
-    while not (federation.folder / "run.safetensors").exists():
+    while not (federation.folder / "digits-run.safetensors").exists():
         if time.monotonic() > end:
             raise TimeoutError(f"no round in 300 seconds:\n{federation.tail('server')}")
         time.sleep(0.1)
@@ -114,7 +118,7 @@ def _rounds_with(name: str, federation: Deployment) -> int:
     """How many rounds a node took part in, as the checkpoint tells."""
     from nafi.federated.messages import read_state
 
-    _, records, _ = read_state(federation.folder / "run.safetensors")
+    _, records, _ = read_state(federation.folder / "digits-run.safetensors")
     return sum(record["clients"] == 3 and name not in record["refused"] for record in records)
 
 

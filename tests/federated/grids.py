@@ -8,11 +8,13 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-# What a node makes of a message: replies, as many as it likes; nothing if it keeps silent.
-Behaviour = Callable[[Message, Callable[[], Message]], list[Message]]
+# What a node makes of a message: replies, as many as it likes; nothing if it keeps silent; an
+# exception for what Flower cannot read.
+Behaviour = Callable[[Message, Callable[[], Message]], list[Any]]
 
 
 @dataclass
@@ -22,6 +24,8 @@ class Node:
     name: str
     behaviour: Behaviour | None = None
     config: dict[str, Any] | None = None
+    key: bytes = b""
+    online: bool = True
 
 
 @dataclass
@@ -30,7 +34,7 @@ class LocalGrid(Grid):  # type: ignore[misc]
 
     app: ClientApp
     nodes: dict[int, Node]
-    replies: dict[str, list[Message]] = field(default_factory=dict)
+    replies: dict[str, list[Any]] = field(default_factory=dict)
     sent: int = 0
 
     def __post_init__(self) -> None:
@@ -45,7 +49,9 @@ class LocalGrid(Grid):  # type: ignore[misc]
         message.metadata.__dict__["_message_id"] = number
         node_id = message.metadata.dst_node_id
         node = self.nodes.get(node_id)
-        if node is not None:
+        if node is None:
+            return ""  # as a SuperLink does for a node that it does not know
+        if node.online:
             answer = lambda: self._answer(message, node_id, node)  # noqa: E731
             plain: Behaviour = lambda message, answer: [answer()]  # noqa: E731
             self.replies[number] = (node.behaviour or plain)(message, answer)
@@ -59,10 +65,21 @@ class LocalGrid(Grid):  # type: ignore[misc]
             return Message(Error(code=1, reason=repr(error)), reply_to=message)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        return [reply for number in message_ids for reply in self.replies.pop(number, [])]
+        found = []
+        for number in message_ids:
+            content = self.replies.pop(number, [])
+            for reply in content:
+                if isinstance(reply, Exception):
+                    raise reply
+                found.append(reply)
+        return found
 
     def get_node_ids(self) -> list[int]:
-        return list(self.nodes)
+        return [number for number, node in self.nodes.items() if node.online]
+
+    def get_nodes(self) -> list[NodeInfo]:
+        numbers = self.get_node_ids()
+        return [NodeInfo(node_id=n, public_key=self.nodes[n].key) for n in numbers]
 
     @property
     def run(self) -> Any:

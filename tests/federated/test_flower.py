@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from nafi.checkpoints import load
@@ -176,6 +179,143 @@ def test_a_bad_reply_is_refused_and_the_round_goes_on(
     assert_equal(flower.run.model.state_dict(), expected)
 
 
+def test_what_flower_itself_cannot_read_is_a_refusal_of_that_client() -> None:
+    def garbage(message: Message, answer: Callable[[], Message]) -> list[Any]:
+        return [ValueError("not JSON")] if message.metadata.message_type == "train" else [answer()]
+
+    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower.start(grid(client_1=garbage))
+    assert [list(record["refused"]) for record in flower.run.records] == [["1"]] * ROUNDS
+
+
+def test_a_superlink_that_is_gone_ends_the_run(tmp_path: Path) -> None:
+    def gone(message: Message, answer: Callable[[], Message]) -> list[Any]:
+        late = message.metadata.group_id == "3"
+        return [httpx.ConnectError("refused")] if late else [answer()]
+
+    file = tmp_path / "run.safetensors"
+    with pytest.raises(httpx.ConnectError):
+        federation(made("fedavg"), checkpoint=file).start(grid(client_1=gone))
+    flower = federation(made("fedavg"), checkpoint=file)
+    flower.start(grid())
+    assert_equal(flower.run.model.state_dict(), reference("fedavg"))
+
+
+def test_a_reply_that_never_becomes_whole_does_not_hold_the_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nafi.federated.post._GRACE", 0.1)
+    net = grid()
+    pull = net.pull_messages
+    stuck = threading.Event()
+
+    def slowly(numbers: Any) -> list[Message]:
+        for reply in net.replies.get(numbers[0], []):
+            if reply.metadata.src_node_id == 99 and reply.metadata.message_type == "train":
+                stuck.wait(60)
+        return pull(numbers)
+
+    net.pull_messages = slowly  # type: ignore[method-assign]
+    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    start = time.monotonic()
+    flower.start(net)
+    stuck.set()
+    assert time.monotonic() - start < 30
+    assert "not whole" in flower.run.records[0]["refused"]["1"]
+
+
+def test_an_error_of_the_client_does_not_tell_of_its_samples() -> None:
+    def unreadable_data(context: Context) -> Samples:
+        raise ValueError("could not convert 'Smith, John' to a number")
+
+    net = LocalGrid(client_app(Small, INPUTS, unreadable_data, classes=CLASSES), {})
+    net.nodes.update({7: Node("0"), 8: Node("1")})
+    with pytest.raises(QuorumError, match="ValueError; the client's log says more") as caught:
+        federation(made("fedavg"), nodes=2).start(net)
+    assert "Smith" not in str(caught.value)
+
+
+def test_a_long_reason_is_cut() -> None:
+    def wordy(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        if message.metadata.message_type == "train":
+            return [Message(Error(code=1, reason="x\n" * 10**6), reply_to=message)]
+        return [answer()]
+
+    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower.start(grid(client_1=wordy))
+    reason = flower.run.records[0]["refused"]["1"]
+    assert len(reason) < 400
+    assert reason.isprintable()
+
+
+def test_a_node_that_goes_while_it_is_asked_is_refused_alone() -> None:
+    net = grid()
+
+    def leaving(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        if message.metadata.message_type == "train" and message.metadata.group_id == "2":
+            net.nodes.pop(98, None)  # the last to be asked
+        return [answer()]
+
+    net.nodes[100].behaviour = leaving
+    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower.start(net)
+    assert "did not take the message" in flower.run.records[1]["refused"]["2"]
+
+
+def test_a_node_that_is_offline_for_a_while_can_still_deliver() -> None:
+    """Its reply is there when it is back; asked before, Flower would have given it up."""
+    net = grid()
+
+    def away(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        reply = answer()
+        if message.metadata.group_id == "2":
+            net.nodes[99].online = False
+            threading.Timer(0.5, lambda: setattr(net.nodes[99], "online", True)).start()
+        return [reply]
+
+    pull = net.pull_messages
+
+    def strict(numbers: Any) -> list[Message]:
+        replies = net.replies.get(numbers[0], [])
+        offline = replies and not net.nodes[replies[0].metadata.src_node_id].online
+        assert not offline, "asked for the reply of a node that is offline"
+        return pull(numbers)
+
+    net.nodes[99].behaviour = away
+    net.pull_messages = strict  # type: ignore[method-assign]
+    flower = federation(made("layerwise"), deadline=20.0)
+    flower.start(net)
+    assert_equal(flower.run.model.state_dict(), reference("layerwise"))
+
+
+def test_a_node_that_never_tells_its_name_does_not_hold_the_others() -> None:
+    net = grid()
+    net.nodes[1] = Node("silent", lambda message, answer: [])
+    flower = federation(made("fedavg"), wait=60.0)
+    start = time.monotonic()
+    flower.start(net)
+    assert time.monotonic() - start < 30
+    assert_equal(flower.run.model.state_dict(), reference("fedavg"))
+
+
+def test_a_name_belongs_to_the_key_that_first_had_it(caplog: pytest.LogCaptureFixture) -> None:
+    net = grid()
+    for number, node in net.nodes.items():
+        node.key = b"key of %d" % number
+
+    def replaced(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        reply = answer()
+        if message.metadata.group_id == "2" and 100 in net.nodes:
+            net.nodes[200] = replace(net.nodes.pop(100), key=b"of another")
+        return [reply]
+
+    net.nodes[100].behaviour = replaced
+    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower.start(net)
+    assert [record["clients"] for record in flower.run.records] == [3, 3, 2, 2]
+    assert "node 200 is left out: it says it is '0', as another does" in caplog.text
+
+
 def test_an_update_that_is_too_big_is_not_even_read() -> None:
     limit = 2000
     rules = Acceptance(quorum=2, max_bytes=limit)
@@ -199,7 +339,7 @@ def test_replies_that_come_twice_or_late_change_nothing(caplog: pytest.LogCaptur
         flower.start(grid(client_1=chatty))
     assert_equal(flower.run.model.state_dict(), reference("layerwise"))
     assert all(not record["refused"] for record in flower.run.records)
-    assert "a reply to no open task is ignored" in caplog.text
+    assert "a reply to no open message is ignored" in caplog.text
 
 
 def test_a_client_that_was_away_is_brought_up_to_date() -> None:

@@ -29,7 +29,7 @@ from nafi.experiments.config import PAPER, load_experiment
 from nafi.experiments.runner import read_runs
 from nafi.federated import Acceptance, Strategy, Task, Trainer, Update
 from nafi.federated.acceptance import shapes_of
-from nafi.federated.flower import Federation
+from nafi.federated.flower import Federation, _outcome
 from nafi.federated.messages import (
     check_state,
     read_state,
@@ -274,7 +274,7 @@ def test_replies(data: st.DataObject) -> None:
     reply = Message(records, reply_to=question)
     if data.draw(st.integers(0, 9)) == 0:
         reply = Message(Error(code=data.draw(st.integers(0, 300))), reply_to=question)
-    found = server._outcome(reply)
+    found = _outcome(server._kept(reply, folder() / "reply"))
     assert isinstance(found, Exception) or isinstance(found[0], Update)
 
 

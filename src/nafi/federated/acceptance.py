@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from nafi.graph.trace import named_tensors
 
 # No sum of so many counts overflows anything.
 MOST_SAMPLES = 2**48
+# No weight is larger; a mean of such numbers and its square can still be told from infinity.
+MOST = 1e15
 
 
 class UpdateError(NafiError):
@@ -49,6 +51,22 @@ class Acceptance:
     max_norm: float | None = None
     classes: int | None = None
 
+    def __post_init__(self) -> None:
+        share = isinstance(self.quorum, float) and 0 < self.quorum <= 1
+        if self.quorum is not None and not share and not _is_positive(self.quorum):
+            raise InputError(
+                f"quorum: found {self.quorum!r}, expected a number of clients, or a share of them "
+                "as a float of more than 0, at most 1.0"
+            )
+        for name in ("max_bytes", "classes"):
+            value = getattr(self, name)
+            if value is not None and not _is_positive(value):
+                raise InputError(f"{name}: found {value!r}, expected a number of at least 1")
+        if self.max_norm is not None and not (
+            isinstance(self.max_norm, int | float) and 0 < self.max_norm < inf
+        ):
+            raise InputError(f"max_norm: found {self.max_norm!r}, expected a number above 0")
+
     def needed(self, asked: int) -> int:
         """How many of the clients that were asked must deliver."""
         if self.quorum is None:
@@ -65,7 +83,7 @@ class Acceptance:
     def check(self, update: Update, client: str, task: Task, shapes: Shapes) -> None:
         """Refuse an update that is not what this client was asked for."""
         if update.client != client:
-            raise UpdateError(f"it says that it is from {update.client!r}")
+            raise UpdateError(f"it says that it is from {str(update.client)[:60]!r}")
         if type(update.round) is not int or update.round != task.round:
             raise UpdateError(f"it is for round {update.round!r}, expected {task.round}")
         _check_counts(update, self.classes)
@@ -112,6 +130,10 @@ def _check_counts(update: Update, classes: int | None) -> None:
         )
 
 
+def _is_positive(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= MOST_SAMPLES
 
@@ -132,6 +154,8 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Shapes) -> None:
             raise UpdateError(f"{name}: found shape {found}, expected {shape} of {dtype}")
         if holds_numbers(tensor) and not bool(torch.isfinite(tensor).all()):
             raise UpdateError(f"{name} holds values that are NaN or infinite")
+        if holds_numbers(tensor) and tensor.numel() and float(tensor.abs().max()) > MOST:
+            raise UpdateError(f"{name} holds values beyond {MOST:g}")
         if name.endswith("running_var") and bool((tensor < 0).any()):
             raise UpdateError(f"{name} holds negative variances")
 

@@ -1,6 +1,6 @@
 """The same federations on Flower.
 
-Hides: Flower's messages, nodes and records; this is the only file that imports flwr. Promises: the
+Hides: Flower's messages, nodes and records; this file and `post` alone import flwr. Promises: the
 strategies, checks, records and checkpoints of the runner in one process, and its model for the same
 seeds; a round ends at its deadline, whoever is missing.
 """
@@ -8,12 +8,16 @@ seeds; a round ends at its deadline, whoever is missing.
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -29,6 +33,7 @@ from nafi.federated.samples import Samples
 from nafi.federated.strategies import make_strategy
 from nafi.federated.strategy import State, Strategy
 from nafi.federated.training import Loss, Training
+from nafi.files import check_writable
 from nafi.graph.trace import Inputs
 
 try:
@@ -46,6 +51,8 @@ try:
     from flwr.serverapp import Grid, ServerApp
     from flwr.serverapp.strategy import Result
     from flwr.serverapp.strategy import Strategy as FlowerStrategy
+
+    from nafi.federated.post import MORE_SECONDS, Post
 except ModuleNotFoundError as error:
     raise NafiError(f"{error.name} is not installed: pip install 'nafi[flower]'") from None
 
@@ -55,7 +62,6 @@ _RECORD, _KEY, _NAME = "nafi", "message", "name"
 _KIND = "nafi.safetensors"
 # A message has a header beside its tensors: names, shapes, counts.
 _HEADER_BYTES = 2**24
-_POLL_SECONDS = 0.05, 2.0
 
 
 def client_app(
@@ -87,9 +93,18 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        task = task_from(_unpacked(message))
-        work = Trainer(architecture, lambda _: data(context), classes, loss, device, noise=noise)
-        update, _ = work(client_name(context), task)
+        try:
+            task = task_from(_unpacked(message))
+            work = Trainer(
+                architecture, lambda _: data(context), classes, loss, device, noise=noise
+            )
+            update, _ = work(client_name(context), task)
+        except NafiError:
+            raise
+        except Exception as error:
+            # Flower sends an error's text to the server, and this one may quote samples.
+            log.exception("training failed")
+            raise NafiError(f"{type(error).__name__}; the client's log says more") from None
         return Message(_packed(update_to(update)), reply_to=message)
 
     return app
@@ -124,6 +139,7 @@ def server_app(
         told = {**settings, **_configured(context.run_config)}
         architecture = Architecture(factory, example_inputs)
         out, federation = _federation(architecture, told, classes)
+        check_writable(out, overwrite=True)
         federation.start(grid, evaluate=evaluate)
         save(federation.run.model, out, factory=name, example_inputs=example_inputs, overwrite=True)
         log.info("the global model is in %s", out.resolve())
@@ -204,13 +220,15 @@ class Federation(FlowerStrategy):
             deliver, or the run ends with a `QuorumError`
         checkpoint: a file that holds the run after each round; a run that finds it goes on with it
         """
-        if nodes < 1:
-            raise InputError(f"nodes: found {nodes}, expected at least 1")
-        if not (wait >= 0 and deadline > 0):
-            raise InputError(
-                f"wait, deadline: found {wait} and {deadline}, expected seconds of at least 0 and "
-                "more than 0"
-            )
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise InputError(f"nodes: found {nodes!r}, expected a number of at least 1")
+        for told, seconds in (("wait", wait), ("deadline", deadline)):
+            if not isinstance(seconds, int | float) or not 0 <= seconds < inf:
+                raise InputError(f"{told}: found {seconds!r}, expected seconds of at least 0")
+        if deadline == 0:
+            raise InputError("deadline: found 0, expected seconds for clients to train in")
+        if checkpoint is not None:
+            check_writable(checkpoint, overwrite=True)
         self.strategy = strategy
         self.nodes = nodes
         self.wait = wait
@@ -219,6 +237,9 @@ class Federation(FlowerStrategy):
         self.needed = self.acceptance.needed(nodes)
         self.checkpoint = checkpoint
         self.names: dict[int, str] = {}
+        self._keys: dict[str, bytes] = {}
+        self._questions: dict[str, int] = {}
+        self._waits = deque([wait])
         self._round: Round | None = None
         self._asked: dict[str, str] = {}
 
@@ -240,10 +261,13 @@ class Federation(FlowerStrategy):
         evaluate: looks at the global model after each round; its numbers go into the records
         """
         self.summary()
+        if self.checkpoint is not None and self.checkpoint.exists():
+            # Nodes may still be busy with a task of the run that this one goes on with.
+            self._waits.appendleft(max(self.wait, self.deadline))
         self.run = conduct(
             self.strategy,
-            lambda: self._present(grid),
-            lambda round: self._carry(round, grid),
+            lambda: self._present(Post(grid)),
+            lambda round: self._carry(round, Post(grid)),
             evaluate=evaluate,
             checkpoint=self.checkpoint,
             resume=True,
@@ -262,7 +286,7 @@ class Federation(FlowerStrategy):
                 _packed(task_to(task)),
                 nodes[client],
                 MessageType.TRAIN,
-                ttl=self.deadline,
+                ttl=self.deadline + MORE_SECONDS,
                 group_id=str(server_round),
             )
 
@@ -270,9 +294,9 @@ class Federation(FlowerStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Finish the round; replies that are not to it, or come twice, are not looked at."""
-        state, record = self._under_way.finish(self._outcomes(iter(replies)))
-        self._finished = state, record
-        return ArrayRecord(dict(state.tensors)), _metrics(record)
+        answers = ((reply.metadata.reply_to_message_id, reply) for reply in replies)
+        _, record = self._finish(answers, {})
+        return None, _metrics(record)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -290,111 +314,124 @@ class Federation(FlowerStrategy):
             raise NafiError("a Federation runs its own rounds: call its start, not Flower's")
         return self._round
 
-    def _carry(self, round: Round, grid: Grid) -> tuple[State, dict[str, Any]]:
+    def _carry(self, round: Round, post: Post) -> tuple[State, dict[str, Any]]:
         self._round, self._asked = round, {}
         number = round.state.round + 1
         end = time.monotonic() + self.deadline
-        messages = self.configure_train(number, ArrayRecord(), ConfigRecord(), grid)
+        sent: dict[str, int] = {}
+        failed: dict[str, Exception] = {}
+        messages = self.configure_train(number, ArrayRecord(), ConfigRecord(), post.grid)
         for client, message in zip(round.clients, messages, strict=True):
-            self._asked[_pushed(grid, message)] = client
-        self.aggregate_train(number, _replies(grid, list(self._asked), end))
+            try:
+                told = post.send(message)
+            except NafiError as error:  # it has gone since it was last seen
+                failed[client] = error
+                continue
+            self._asked[told] = client
+            sent[told] = message.metadata.dst_node_id
+        found = self._finish(post.replies(sent, end), failed)
         self._round = None
-        return self._finished
+        return found
 
-    def _outcomes(self, replies: Iterator[Message]) -> Iterator[Outcome]:
-        """What came of each client's task, in the order of the clients."""
-        early: dict[str, Message] = {}
-        expected = dict(self._asked)
-        for client in self._under_way.clients:
-            while client not in early and (reply := next(replies, None)) is not None:
-                sender = expected.pop(reply.metadata.reply_to_message_id, None)
-                if sender is None:
-                    log.warning("a reply to no open task is ignored: %s", _told(reply))
-                else:
-                    early[sender] = reply
-            yield self._outcome(early.pop(client, None))
-        for reply in replies:
-            log.warning("a reply after the last is ignored: %s", _told(reply))
+    def _finish(
+        self, answers: Iterable[tuple[str, Message | Exception]], failed: Mapping[str, Exception]
+    ) -> tuple[State, dict[str, Any]]:
+        """Finish the round with answers in whatever order they come.
 
-    def _outcome(self, reply: Message | None) -> Outcome:
-        if reply is None:
-            return TimeoutError(f"no reply within {self.deadline:g} seconds")
+        They are put on disk: clients answer when they like, but are used in their order.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            kept: dict[str, Path | Exception] = dict(failed)
+            for number, answer in answers:
+                client = self._asked.pop(number, None)
+                if client is None:
+                    log.warning("a reply to no open message is ignored")
+                    continue
+                kept[client] = self._kept(answer, Path(folder) / str(len(kept)))
+            missing = TimeoutError(f"no reply within {self.deadline:g} seconds")
+            clients = self._under_way.clients
+            return self._under_way.finish(_outcome(kept.get(name, missing)) for name in clients)
+
+    def _kept(self, answer: Message | Exception, file: Path) -> Path | Exception:
+        """A reply's content in a file, or why there is none."""
         try:
-            if reply.has_error():
-                raise UpdateError(reply.error.reason or f"error {reply.error.code}")
+            if isinstance(answer, Exception):
+                raise answer
+            if answer.has_error():
+                raise UpdateError(answer.error.reason or f"error {answer.error.code}")
             limit = self.acceptance.max_bytes
-            content = _unpacked(reply, None if limit is None else limit + _HEADER_BYTES)
-            return update_from(content), float("nan")
+            file.write_bytes(_unpacked(answer, None if limit is None else limit + _HEADER_BYTES))
+            return file
         except Exception as error:  # whatever a client may send
             return error
 
-    def _present(self, grid: Grid) -> Sequence[str]:
+    def _present(self, post: Post) -> Sequence[str]:
         """The names of the nodes that are there, once there are enough of them."""
-        end = time.monotonic() + self.wait
+        patience = self._waits[0] if len(self._waits) == 1 else self._waits.popleft()
+        end = time.monotonic() + patience
         while True:
-            here = self._introduced(grid, end)
+            here = self._introduced(post)
             if len(here) >= self.nodes:
                 return here
             if time.monotonic() >= end:
                 break
-            time.sleep(min(1.0, self.wait))
+            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
         if len(here) >= self.needed:
             log.warning("%d of %d nodes are there: %s", len(here), self.nodes, few(here))
             return here
         raise QuorumError(
-            f"{len(here)} of {self.nodes} nodes are there after {self.wait:g} seconds, "
+            f"{len(here)} of {self.nodes} nodes are there after {patience:g} seconds, "
             f"{self.needed} are needed. The rounds before are kept; start the nodes and run again"
         )
 
-    def _introduced(self, grid: Grid, end: float) -> list[str]:
+    def _introduced(self, post: Post) -> list[str]:
         """The names of the nodes that are there; those that are new are asked."""
-        here = set(grid.get_node_ids())
-        self.names = {node: name for node, name in self.names.items() if node in here}
-        asked: dict[str, int] = {}
-        for unknown in sorted(here - set(self.names)):
+        online = post.nodes()
+        for node in sorted(set(online) - set(self.names) - set(self._questions.values())):
             question = Message(
-                RecordDict(), unknown, MessageType.QUERY, ttl=max(1.0, self.wait), group_id="names"
+                RecordDict(), node, MessageType.QUERY, ttl=MORE_SECONDS, group_id="names"
             )
-            asked[_pushed(grid, question)] = unknown
-        for reply in _replies(grid, list(asked), end):
-            node = asked.get(reply.metadata.reply_to_message_id)
-            name = _name_in(reply)
-            if node is None or name is None:
-                log.warning("node %s is left out: it did not tell its name", node)
-            elif name in (other for known, other in self.names.items() if known != node):
-                log.warning("node %d is left out: it says it is %r, as another does", node, name)
-            else:
-                self.names[node] = name
+            try:
+                self._questions[post.send(question)] = node
+            except NafiError:  # it has gone since it was last seen
+                continue
+        asked = [(number, node) for number, node in self._questions.items() if node in online]
+        for number, node in asked:
+            reply = post.take(number, time.monotonic())
+            if reply is not None:
+                del self._questions[number]
+                self._name(node, reply, online)
+        here = [self.names[node] for node in online if node in self.names]
         # "2" before "10", and the same order whenever they came.
-        return sorted(self.names.values(), key=lambda name: (len(name), name))
+        return sorted(here, key=lambda name: (len(name), name))
+
+    def _name(self, node: int, reply: Message | Exception, online: Mapping[int, bytes]) -> None:
+        """Take a node's word for its name, unless another has it.
+
+        Who has proven a key keeps the name for the run; else only while it is online.
+        """
+        name = _name_in(reply)
+        if name is None:
+            log.warning("node %d is left out: it did not tell its name", node)
+            return
+        key = self._keys.get(name, b"")
+        holders = [other for other, taken in self.names.items() if taken == name and other != node]
+        if (key and key != online[node]) or any(other in online for other in holders):
+            log.warning("node %d is left out: it says it is %r, as another does", node, name)
+            return
+        for other in holders:
+            del self.names[other]
+        self.names[node] = name
+        self._keys[name] = online[node]
 
 
-def _pushed(grid: Grid, message: Message) -> str:
-    """Send a message; returns its number."""
-    found = list(grid.push_messages([message]))
-    if len(found) != 1 or not found[0]:
-        raise NafiError(
-            f"the SuperLink did not take the message to node {message.metadata.dst_node_id}; its "
-            "log says why"
-        )
-    return str(found[0])
-
-
-def _replies(grid: Grid, sent: Sequence[str], end: float) -> Iterator[Message]:
-    """Replies in the order of what was sent, one in memory at a time, until the deadline.
-
-    Those that have come are taken after the deadline, too.
-    """
-    pause, longest = _POLL_SECONDS
-    for number in sent:
-        while True:
-            late = time.monotonic() >= end
-            found = list(grid.pull_messages([number]))
-            yield from found
-            if found or late:
-                break
-            time.sleep(min(pause, max(0.0, end - time.monotonic())))
-            pause = min(longest, 1.5 * pause)
+def _outcome(kept: Path | Exception) -> Outcome:
+    try:
+        if isinstance(kept, Exception):
+            raise kept
+        return update_from(kept.read_bytes()), float("nan")
+    except Exception as error:  # whatever a client may send
+        return error
 
 
 def _packed(content: bytes) -> RecordDict:
@@ -412,15 +449,14 @@ def _unpacked(message: Message, limit: int | None = None) -> bytes:
     return bytes(array.data)
 
 
-def _name_in(reply: Message) -> str | None:
-    record = reply.content.get(_RECORD) if reply.has_content() else None
+def _name_in(reply: Message | Exception) -> str | None:
+    if isinstance(reply, Exception) or not reply.has_content():
+        return None
+    record = reply.content.get(_RECORD)
     name = record.get(_NAME) if isinstance(record, ConfigRecord) else None
-    return name if isinstance(name, str) and 0 < len(name) <= 200 else None
-
-
-def _told(reply: Message) -> str:
-    about = reply.metadata
-    return f"node {about.src_node_id}, group {about.group_id!r}"
+    if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
+        return None
+    return name
 
 
 def _metrics(record: Mapping[str, Any]) -> MetricRecord:
@@ -430,4 +466,9 @@ def _metrics(record: Mapping[str, Any]) -> MetricRecord:
 
 def _result(run: Run) -> Result:
     metrics = {int(record["round"]): _metrics(record) for record in run.records}
-    return Result(arrays=ArrayRecord(dict(run.model.state_dict())), train_metrics_clientapp=metrics)
+    # NumPy, in which Flower's arrays are, has no bfloat16.
+    weights = {
+        name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        for name, tensor in run.model.state_dict().items()
+    }
+    return Result(arrays=ArrayRecord(weights), train_metrics_clientapp=metrics)

@@ -6,14 +6,17 @@ before the noise, and the noise cannot be foretold from anything that the server
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite, prod
 
 import numpy as np
 import torch
+from scipy.special import ndtri
 from torch import Tensor
 
-from nafi.errors import InputError
+from nafi.errors import InputError, NafiError
 from nafi.federated.architecture import Tensors
 from nafi.graph.spec import holds_numbers
 
@@ -26,7 +29,7 @@ class Noise:
 
     clip: the longest change, over all tensors together
     scale: the noise's standard deviation in each number, in units of `clip`
-    seed: for tests alone; without it the noise comes from the operating system's entropy
+    seed: for tests alone; without it the noise is the operating system's
     """
 
     clip: float
@@ -41,17 +44,42 @@ class Noise:
 
     def applied(self, before: Tensors, after: Tensors) -> dict[str, Tensor]:
         """What leaves the client; tensors that hold no numbers, as counters, stay."""
-        numbers = [name for name, tensor in after.items() if holds_numbers(tensor)]
-        moved = {name: after[name].double() - before[name].double() for name in numbers}
-        length = sum(float(change.square().sum()) for change in moved.values()) ** 0.5
+        moved = {
+            name: _wide(tensor) - _wide(before[name])
+            for name, tensor in after.items()
+            if holds_numbers(tensor)
+        }
+        length = sum(float(change.abs().square().sum()) for change in moved.values()) ** 0.5
+        if not isfinite(length):
+            raise NafiError("training came to weights that are NaN or infinite; nothing is sent")
         share = min(1.0, self.clip / length) if length else 1.0
-        rng = np.random.default_rng(self.seed)
+        drawn = _foretold(self.seed) if self.seed is not None else _unforeseeable
         sent = dict(after)
         for name, change in moved.items():
-            blur = torch.from_numpy(rng.standard_normal(tuple(change.shape)))
-            value = before[name].double() + share * change + self.clip * self.scale * blur
+            blur = drawn(tuple(change.shape))
+            if change.is_complex():
+                blur = torch.complex(blur, drawn(tuple(change.shape)))
+            value = _wide(before[name]) + share * change + self.clip * self.scale * blur
             sent[name] = _allowed(name, value).to(after[name].dtype)
         return sent
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _unforeseeable(shape: tuple[int, ...]) -> Tensor:
+    """Normal numbers from the operating system's random bytes.
+
+    No generator of NumPy or PyTorch would do: from some of its numbers others can be computed.
+    """
+    bits = np.frombuffer(os.urandom(8 * prod(shape)), dtype=np.uint64)
+    return torch.from_numpy(ndtri(((bits >> np.uint64(11)) + 0.5) * 2.0**-53)).reshape(shape)
+
+
+def _foretold(seed: int) -> Callable[[tuple[int, ...]], Tensor]:
+    rng = np.random.default_rng(seed)
+    return lambda shape: torch.from_numpy(np.asarray(rng.standard_normal(shape)))
 
 
 def _allowed(name: str, value: Tensor) -> Tensor:

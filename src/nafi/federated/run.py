@@ -24,6 +24,7 @@ from nafi.federated.messages import check_state, read_state, write_state
 from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of
 
 log = logging.getLogger(__name__)
+_LONGEST = 300
 Record = dict[str, Any]
 # Told what is under way, how many steps are done and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -110,7 +111,7 @@ class Round:
                 self.acceptance.check(update, client, self.tasks.pop(client), self.shapes)
                 self._check_alike(update)
             except Exception as error:  # whatever went wrong on the client's side
-                self.refused[client] = f"{type(error).__name__}: {error}"
+                self.refused[client] = _short(f"{type(error).__name__}: {error}")
                 log.warning("%s: client %s refused: %s", self.label, client, self.refused[client])
                 self.tell(f"{self.label}, client {client} refused", self.done, self.total)
                 continue
@@ -135,6 +136,12 @@ class Round:
                 f"{self.needed} are needed ({reasons}). The rounds before are kept; resume to try "
                 "again"
             ) from cause
+
+
+def _short(text: str) -> str:
+    """A text that comes from a client, fit for a line of a log and for a record."""
+    line = "".join(c if c.isprintable() else " " for c in text[:_LONGEST])
+    return line + "..." if len(text) > _LONGEST else line
 
 
 def conduct(

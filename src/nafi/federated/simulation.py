@@ -80,6 +80,10 @@ def _crew(work: Work, workers: int) -> Iterator[Crew]:
         pool.close()
 
 
+_Future = Future[tuple[bytes, float]]
+_Sent = tuple[str, bytes, _Future]
+
+
 class _Pool:
     """Worker processes that are replaced when one of them dies."""
 
@@ -89,41 +93,42 @@ class _Pool:
 
     def outcomes(self, given: Iterator[tuple[str, Task]]) -> Iterator[Outcome]:
         """In the order of the tasks; few more than there are workers are under way at a time."""
-        waiting: deque[Future[tuple[bytes, float]] | Exception] = deque()
+        waiting: deque[_Sent] = deque()
         for client, task in given:
-            waiting.append(self._submitted(client, task))
+            content = task_to(task)
+            waiting.append((client, content, self._submitted(client, content)))
             if len(waiting) > 2 * self.workers:
-                yield _result(waiting.popleft())
+                yield self._result(*waiting.popleft())
         while waiting:
-            yield _result(waiting.popleft())
+            yield self._result(*waiting.popleft())
 
     def close(self) -> None:
         self.processes.shutdown(wait=False, cancel_futures=True)
 
-    def _submitted(self, client: str, task: Task) -> Future[tuple[bytes, float]] | Exception:
-        content = task_to(task)
+    def _result(self, client: str, content: bytes, future: _Future) -> Outcome:
+        try:
+            try:
+                found, loss = future.result()
+            except BrokenProcessPool:
+                # A process died, and took the tasks of all others with it: once more, alone.
+                found, loss = self._submitted(client, content).result()
+            return update_from(found), loss
+        except Exception as error:
+            return error
+
+    def _submitted(self, client: str, content: bytes) -> _Future:
         for _ in range(2):
             try:
                 return self.processes.submit(_do, client, content)
             except BrokenProcessPool:
                 self.close()
                 self.processes = self._started()
-        return NafiError("worker processes die as soon as they are started")
+        raise NafiError("worker processes die as soon as they are started")
 
     def _started(self) -> ProcessPoolExecutor:
         # Fresh processes: forked ones would inherit the state of torch's threads.
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(self.workers, context, _begin, (self.work,))
-
-
-def _result(future: Future[tuple[bytes, float]] | Exception) -> Outcome:
-    if isinstance(future, Exception):
-        return future
-    try:
-        content, loss = future.result()
-        return update_from(content), loss
-    except Exception as error:  # also of a process that was killed
-        return error
 
 
 def _tried(work: Work, client: str, task: Task) -> Outcome:
