@@ -1,0 +1,36 @@
+"""A SuperLink and three SuperNodes over TLS with node keys, on loopback.
+
+`make test-federation` also kills a client and the server in a round.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flower-deployment" / "run.py"
+
+
+def test_a_deployment_comes_to_the_model_of_a_run_in_one_process() -> None:
+    """The example itself compares the models, to 1e-6, and fails if they differ."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=False, timeout=400
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = re.search(r"accuracy ([\d.]+)%.*the model is the one expected", done.stdout)
+    assert found is not None
+    assert float(found[1]) > 80
+    assert not list(running("federation/server.pem"))
+
+
+def running(words: str) -> Iterator[str]:
+    """The processes, on Linux, that were started with these words."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended since
+            text = command.read_text(errors="replace")
+            if words in text:
+                yield text
