@@ -35,6 +35,8 @@ from nafi.federated import (
     make_strategy,
     simulate,
 )
+from nafi.federated.messages import read_state
+from nafi.federated.strategy import Records
 
 NODES = ("east", "north", "south")
 SETTINGS: dict[str, Any] = {
@@ -56,12 +58,20 @@ def main() -> None:
     fault = parser.parse_args().fault
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that all is cleaned up
     with tempfile.TemporaryDirectory() as folder:
-        accuracy, seconds = run(Path(folder), fault)
+        accuracy, seconds, records = run(Path(folder), fault)
+    for record in records:
+        told = f", refused: {record['refused']}" if record["refused"] else ""
+        print(
+            f"round {record['round']}: {record['clients']} clients, {record['seconds']:.0f} s{told}"
+        )
     print(f"accuracy {accuracy:.1f}% after {seconds:.0f} seconds; the model is the one expected")
 
 
-def run(folder: Path, fault: str | None = None) -> tuple[float, float]:
-    """Run the job; returns accuracy and seconds, or raises if the model is not the one expected."""
+def run(folder: Path, fault: str | None = None) -> tuple[float, float, Records]:
+    """Run the job, or raise if the model is not the one expected.
+
+    Returns accuracy, seconds and a record for each round.
+    """
     app = folder / "digits"
     with deployed(folder / "federation", NODES) as federation:
         federation.spawn("new", f"nafi flower new {app}")
@@ -74,7 +84,7 @@ def run(folder: Path, fault: str | None = None) -> tuple[float, float]:
             task = importlib.import_module("app.task")
             model = nafi.load(federation.folder / "digits.safetensors", task.network)
             check(model, expected(task, missing))
-            return float(task.evaluate(model)["accuracy"]), seconds
+            return float(task.evaluate(model)["accuracy"]), seconds, _records(federation)
         finally:
             sys.path.remove(str(app))
 
@@ -115,11 +125,14 @@ def _wait_for_checkpoint(federation: Deployment) -> None:
 
 
 def _rounds_with(name: str, federation: Deployment) -> int:
-    """How many rounds a node took part in, as the checkpoint tells."""
-    from nafi.federated.messages import read_state
-
-    _, records, _ = read_state(federation.folder / "digits-run.safetensors")
+    """How many rounds a node took part in."""
+    records = _records(federation)
     return sum(record["clients"] == 3 and name not in record["refused"] for record in records)
+
+
+def _records(federation: Deployment) -> Records:
+    """What the checkpoint tells of the rounds."""
+    return read_state(federation.folder / "digits-run.safetensors")[1]
 
 
 def expected(task: Any, missing: tuple[str | None, int]) -> nn.Module:

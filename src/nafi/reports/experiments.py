@@ -95,6 +95,8 @@ def _section(name: str, records: Sequence[Record], photos: Photos | None) -> Sec
         tables, drawn = _sensitivity(records)
     elif name == "mnist-width":
         tables, drawn = _width(records)
+    elif any("attack" in record for record in records):
+        tables = [accuracy_table(records, "Test accuracy; nothing was chosen")]
     elif any(record.get("rounds") for record in records):
         tables = round_tables(records)
         drawn = [round_figure(records), pictures_figure(records, photos)]
