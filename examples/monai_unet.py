@@ -1,6 +1,6 @@
 """A network that nobody here wrote: MONAI's 2-D UNet, trained apart on photos of cars, and fused.
 
-    python examples/monai_unet.py              # about ten minutes; needs Carvana under NAFI_DATA
+    python examples/monai_unet.py              # some minutes; needs Carvana under NAFI_DATA
     python examples/monai_unet.py --quick      # made-up pictures, a minute
 
 Prints the groups that were found, the dice of each client's own model, of the one-shot fusions, and
