@@ -150,6 +150,12 @@ def test_a_page_is_whole(tmp_path: Path) -> None:
     )
 
 
+def test_attacks_are_not_compared_to_the_paper() -> None:
+    records = [record("nafi", 0, 92.0), record("nafi-flip", 0, 82.0, attack="flip")]
+    (found,) = sections({"mnist-poison": records})
+    assert [table.rows for table in found.tables] == [(("nafi", "92.00"), ("nafi-flip", "82.00"))]
+
+
 def test_rounds_are_told_apart_from_the_last_one() -> None:
     section = sections({"cifar10-quick": runs()["cifar10-quick"]})[0]
     assert section.command == "nafi run cifar10 --profile quick --trials 2"
