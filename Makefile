@@ -17,7 +17,7 @@ test: lint
 test-browser: .venv/ready-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_browser.py
 
-# 20,000 malformed files, messages and configurations for each of ten readers; about half an hour.
+# 20,000 malformed files, messages and configurations for each of ten readers; about ten minutes.
 fuzz: .venv/ready-dev
 	NAFI_FUZZ_CASES=20000 $(PYTEST) tests/fuzz
 
