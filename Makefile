@@ -17,9 +17,9 @@ test: lint
 test-browser: .venv/ready-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_browser.py
 
-# 20,000 malformed files, messages and configurations for each of ten readers; about ten minutes.
+# 10,000 malformed files, messages and configurations for each of ten readers; five minutes.
 fuzz: .venv/ready-dev
-	NAFI_FUZZ_CASES=20000 $(PYTEST) tests/fuzz
+	NAFI_FUZZ_CASES=10000 $(PYTEST) tests/fuzz
 
 # A federation over TLS with node keys, on this machine, through faults; some minutes.
 test-federation: .venv/ready-dev

@@ -36,7 +36,10 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"matching", "graph", "fusion", "checkpoints"},
 }
 # Third-party packages that only some may use.
-RESERVED = {"torch": {"graph", "fusion", "federated", "experiments", "checkpoints", "factories"}}
+RESERVED = {
+    "torch": {"graph", "fusion", "federated", "experiments", "checkpoints", "factories"},
+    "flwr": {"federated"},
+}
 
 
 def imported(path: Path) -> set[str]:

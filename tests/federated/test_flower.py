@@ -376,7 +376,7 @@ def test_a_node_that_goes_away_and_comes_back_under_another_number_is_the_same_c
     net.nodes[100].behaviour = moving
     flower = federation(made("layerwise"))
     flower.start(net)
-    assert flower.names[7] == CLIENTS[0]
+    assert flower.roster.names[7] == CLIENTS[0]
     assert_equal(flower.run.model.state_dict(), reference("layerwise"))
 
 
@@ -413,7 +413,7 @@ def test_a_node_that_does_not_tell_its_name_is_left_out(caplog: pytest.LogCaptur
 
 def test_flowers_own_loop_is_refused() -> None:
     with pytest.raises(NafiError, match="call its start"):
-        list(federation(made("fedavg")).configure_train(1, ArrayRecord(), ConfigRecord(), grid()))
+        federation(made("fedavg")).configure_train(1, ArrayRecord(), ConfigRecord(), grid())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Whatever a file or a client holds: an error of ours that says so, or something that can be used.
 
-NAFI_FUZZ_CASES: cases for each of the tests; `make fuzz` runs 20,000.
+NAFI_FUZZ_CASES: cases for each of the tests; `make fuzz` runs 10,000.
 """
 
 from __future__ import annotations

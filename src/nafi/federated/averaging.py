@@ -23,7 +23,7 @@ from nafi.federated.strategy import State, Strategy, Task, Update, class_table, 
 from nafi.fusion import fuse
 from nafi.fusion.merge import check_class_axis, class_axis
 from nafi.fusion.screen import Screen, real
-from nafi.graph.spec import ModelSpec, holds_numbers
+from nafi.graph.spec import ModelSpec, holds_numbers, widened
 from nafi.graph.trace import named_tensors
 
 AVERAGE = "fedavg"
@@ -141,8 +141,8 @@ def average(
                 sums.setdefault(name, tensor)
                 continue
             weight = _weight(update, name, spec, class_shares)
-            wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-            sums[name] = sums[name].add_(wide * weight) if name in sums else wide * weight
+            weighted = widened(tensor) * weight
+            sums[name] = sums[name].add_(weighted) if name in sums else weighted
             totals[name] = totals[name] + weight if name in totals else weight
     mean = {}
     for name, value in sums.items():

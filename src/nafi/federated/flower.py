@@ -1,8 +1,8 @@
 """The same federations on Flower.
 
-Hides: Flower's messages, nodes and records; this file and `post` alone import flwr. Promises: the
-strategies, checks, records and checkpoints of the runner in one process, and its model for the same
-seeds; a round ends at its deadline, whoever is missing.
+Hides: Flower's messages and records; only this file, `post` and `roster` import flwr. Promises:
+the strategies, checks, records and checkpoints of the runner in one process, and its model for the
+same seeds; a round ends at its deadline, whoever is missing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +39,6 @@ try:
     from flwr.app import (
         Array,
         ArrayRecord,
-        ConfigRecord,
         Context,
         Message,
         MessageType,
@@ -53,11 +51,12 @@ try:
     from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
     from nafi.federated.post import MORE_SECONDS, Post
+    from nafi.federated.roster import RECORD, Roster, introduction
 except ModuleNotFoundError as error:
     raise NafiError(f"{error.name} is not installed: pip install 'nafi[flower]'") from None
 
 log = logging.getLogger(__name__)
-_RECORD, _KEY, _NAME = "nafi", "message", "name"
+_KEY = "message"
 # A message is one opaque array: Flower cuts arrays into pieces that its servers accept.
 _KIND = "nafi.safetensors"
 # A message has a header beside its tensors: names, shapes, counts.
@@ -88,8 +87,7 @@ def client_app(
 
     @app.query()
     def introduce(message: Message, context: Context) -> Message:
-        content = RecordDict({_RECORD: ConfigRecord({_NAME: client_name(context)})})
-        return Message(content, reply_to=message)
+        return Message(introduction(client_name(context)), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -129,7 +127,10 @@ def server_app(
 
     evaluate: looks at the global model after each round
     name: "package.module:function" of the factory, to be written into the model's file
-    settings: as `Settings` tells; those in the app's configuration, under `nafi`, go before
+    settings: strategy, rounds, seed, fraction and the strategy's options; epochs, batch, rate and
+        the rest of `Training`; nodes, wait, deadline and checkpoint of a `Federation`; quorum,
+        max_bytes and max_norm of an `Acceptance`; out, the file for the global model. What the
+        app's configuration has under `nafi` goes before
     """
     app = ServerApp()
 
@@ -157,7 +158,7 @@ def _log_with_flower() -> None:
 
 
 def _configured(config: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = f"{_RECORD}."
+    prefix = f"{RECORD}."
     return {
         key.removeprefix(prefix).replace("-", "_"): value
         for key, value in config.items()
@@ -168,24 +169,14 @@ def _configured(config: Mapping[str, Any]) -> dict[str, Any]:
 def _federation(
     architecture: Architecture, told: Mapping[str, Any], classes: int | None
 ) -> tuple[Path, Federation]:
-    """A federation as an app's settings tell, and where its model goes.
-
-    strategy, rounds, seed, fraction and the strategy's options; epochs, batch, rate and the rest of
-    `Training`; nodes, wait, deadline, checkpoint of a `Federation`; quorum, max_bytes, max_norm of
-    an `Acceptance`; out: the file for the global model.
-    """
+    """A federation as an app's settings tell, and where its model goes."""
     given = dict(told)
     out = Path(str(given.pop("out", "global.safetensors")))
     rules = {n: given.pop(n) for n in ("quorum", "max_bytes", "max_norm") if n in given}
     ours = {n: given.pop(n) for n in ("nodes", "wait", "deadline") if n in given}
     checkpoint = given.pop("checkpoint", None)
-    training = {f.name: given.pop(f.name) for f in fields(Training) if f.name in given}
-    strategy = make_strategy(
-        str(given.pop("strategy", "layerwise")),
-        architecture,
-        Training(**training),
-        **{"rounds": 1, **given},
-    )
+    name = str(given.pop("strategy", "layerwise"))
+    strategy = make_strategy(name, architecture, Training(), **{"rounds": 1, **given})
     federation = Federation(
         strategy,
         acceptance=Acceptance(classes=classes, **rules),
@@ -236,12 +227,7 @@ class Federation(FlowerStrategy):
         self.acceptance = acceptance or Acceptance()
         self.needed = self.acceptance.needed(nodes)
         self.checkpoint = checkpoint
-        self.names: dict[int, str] = {}
-        self._keys: dict[str, bytes] = {}
-        self._questions: dict[str, int] = {}
-        self._waits = deque([wait])
-        self._round: Round | None = None
-        self._asked: dict[str, str] = {}
+        self.roster = Roster()
 
     def summary(self) -> None:
         log.info(
@@ -261,13 +247,15 @@ class Federation(FlowerStrategy):
         evaluate: looks at the global model after each round; its numbers go into the records
         """
         self.summary()
+        post = Post(grid)
+        waits: Iterator[float] = repeat(self.wait)
         if self.checkpoint is not None and self.checkpoint.exists():
             # Nodes may still be busy with a task of the run that this one goes on with.
-            self._waits.appendleft(max(self.wait, self.deadline))
+            waits = chain([max(self.wait, self.deadline)], waits)
         self.run = conduct(
             self.strategy,
-            lambda: self._present(Post(grid)),
-            lambda round: self._carry(round, Post(grid)),
+            lambda: self._present(post, next(waits)),
+            lambda round: self._carry(round, post),
             evaluate=evaluate,
             checkpoint=self.checkpoint,
             resume=True,
@@ -276,81 +264,49 @@ class Federation(FlowerStrategy):
         )
         return _result(self.run)
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """The round's tasks, one after the other."""
-        nodes = {name: node for node, name in self.names.items()}
-        for client, task in self._under_way.given():
-            yield Message(
+    def configure_train(self, *given: Any, **told: Any) -> NoReturn:
+        self._refuse()
+
+    def aggregate_train(self, *given: Any, **told: Any) -> NoReturn:
+        self._refuse()
+
+    def configure_evaluate(self, *given: Any, **told: Any) -> NoReturn:
+        self._refuse()
+
+    def aggregate_evaluate(self, *given: Any, **told: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        """Flower's loop holds all replies at once, knows no quorum and no checkpoint."""
+        raise NafiError("a Federation runs its own rounds: call its start, not Flower's")
+
+    def _carry(self, round: Round, post: Post) -> tuple[State, dict[str, Any]]:
+        """Take a round's tasks to its clients, and finish it with their replies.
+
+        Replies are put on disk: clients answer when they like, but are used in their order.
+        """
+        end = time.monotonic() + self.deadline
+        late = TimeoutError(f"no reply within {self.deadline:g} seconds")
+        kept: dict[str, Path | Exception] = dict.fromkeys(round.clients, late)
+        asked: dict[str, str] = {}
+        nodes = self.roster.nodes
+        for client, task in round.given():
+            message = Message(
                 _packed(task_to(task)),
                 nodes[client],
                 MessageType.TRAIN,
                 ttl=self.deadline + MORE_SECONDS,
-                group_id=str(server_round),
+                group_id=str(round.state.round + 1),
             )
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Finish the round; replies that are not to it, or come twice, are not looked at."""
-        answers = ((reply.metadata.reply_to_message_id, reply) for reply in replies)
-        _, record = self._finish(answers, {})
-        return None, _metrics(record)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        return []
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        return None
-
-    @property
-    def _under_way(self) -> Round:
-        if self._round is None:
-            raise NafiError("a Federation runs its own rounds: call its start, not Flower's")
-        return self._round
-
-    def _carry(self, round: Round, post: Post) -> tuple[State, dict[str, Any]]:
-        self._round, self._asked = round, {}
-        number = round.state.round + 1
-        end = time.monotonic() + self.deadline
-        sent: dict[str, int] = {}
-        failed: dict[str, Exception] = {}
-        messages = self.configure_train(number, ArrayRecord(), ConfigRecord(), post.grid)
-        for client, message in zip(round.clients, messages, strict=True):
             try:
-                told = post.send(message)
+                asked[post.send(message)] = client
             except NafiError as error:  # it has gone since it was last seen
-                failed[client] = error
-                continue
-            self._asked[told] = client
-            sent[told] = message.metadata.dst_node_id
-        found = self._finish(post.replies(sent, end), failed)
-        self._round = None
-        return found
-
-    def _finish(
-        self, answers: Iterable[tuple[str, Message | Exception]], failed: Mapping[str, Exception]
-    ) -> tuple[State, dict[str, Any]]:
-        """Finish the round with answers in whatever order they come.
-
-        They are put on disk: clients answer when they like, but are used in their order.
-        """
+                kept[client] = error
         with tempfile.TemporaryDirectory() as folder:
-            kept: dict[str, Path | Exception] = dict(failed)
-            for number, answer in answers:
-                client = self._asked.pop(number, None)
-                if client is None:
-                    log.warning("a reply to no open message is ignored")
-                    continue
-                kept[client] = self._kept(answer, Path(folder) / str(len(kept)))
-            missing = TimeoutError(f"no reply within {self.deadline:g} seconds")
-            clients = self._under_way.clients
-            return self._under_way.finish(_outcome(kept.get(name, missing)) for name in clients)
+            sent = {number: nodes[client] for number, client in asked.items()}
+            for place, (number, answer) in enumerate(post.replies(sent, end)):
+                kept[asked[number]] = self._kept(answer, Path(folder) / str(place))
+            return round.finish(_outcome(kept[client]) for client in round.clients)
 
     def _kept(self, answer: Message | Exception, file: Path) -> Path | Exception:
         """A reply's content in a file, or why there is none."""
@@ -365,64 +321,18 @@ class Federation(FlowerStrategy):
         except Exception as error:  # whatever a client may send
             return error
 
-    def _present(self, post: Post) -> Sequence[str]:
+    def _present(self, post: Post, seconds: float) -> Sequence[str]:
         """The names of the nodes that are there, once there are enough of them."""
-        patience = self._waits[0] if len(self._waits) == 1 else self._waits.popleft()
-        end = time.monotonic() + patience
-        while True:
-            here = self._introduced(post)
-            if len(here) >= self.nodes:
-                return here
-            if time.monotonic() >= end:
-                break
-            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
-        if len(here) >= self.needed:
-            log.warning("%d of %d nodes are there: %s", len(here), self.nodes, few(here))
-            return here
-        raise QuorumError(
-            f"{len(here)} of {self.nodes} nodes are there after {patience:g} seconds, "
-            f"{self.needed} are needed. The rounds before are kept; start the nodes and run again"
-        )
-
-    def _introduced(self, post: Post) -> list[str]:
-        """The names of the nodes that are there; those that are new are asked."""
-        online = post.nodes()
-        for node in sorted(set(online) - set(self.names) - set(self._questions.values())):
-            question = Message(
-                RecordDict(), node, MessageType.QUERY, ttl=MORE_SECONDS, group_id="names"
+        here = self.roster.present(post, self.nodes, seconds)
+        if len(here) < self.needed:
+            raise QuorumError(
+                f"{len(here)} of {self.nodes} nodes are there after {seconds:g} seconds, "
+                f"{self.needed} are needed. The rounds before are kept; start the nodes and run "
+                "again"
             )
-            try:
-                self._questions[post.send(question)] = node
-            except NafiError:  # it has gone since it was last seen
-                continue
-        asked = [(number, node) for number, node in self._questions.items() if node in online]
-        for number, node in asked:
-            reply = post.take(number, time.monotonic())
-            if reply is not None:
-                del self._questions[number]
-                self._name(node, reply, online)
-        here = [self.names[node] for node in online if node in self.names]
-        # "2" before "10", and the same order whenever they came.
-        return sorted(here, key=lambda name: (len(name), name))
-
-    def _name(self, node: int, reply: Message | Exception, online: Mapping[int, bytes]) -> None:
-        """Take a node's word for its name, unless another has it.
-
-        Who has proven a key keeps the name for the run; else only while it is online.
-        """
-        name = _name_in(reply)
-        if name is None:
-            log.warning("node %d is left out: it did not tell its name", node)
-            return
-        key = self._keys.get(name, b"")
-        holders = [other for other, taken in self.names.items() if taken == name and other != node]
-        if (key and key != online[node]) or any(other in online for other in holders):
-            log.warning("node %d is left out: it says it is %r, as another does", node, name)
-            return
-        for other in holders:
-            del self.names[other]
-        self.names[node] = name
-        self._keys[name] = online[node]
+        if len(here) < self.nodes:
+            log.warning("%d of %d nodes are there: %s", len(here), self.nodes, few(here))
+        return here
 
 
 def _outcome(kept: Path | Exception) -> Outcome:
@@ -436,27 +346,17 @@ def _outcome(kept: Path | Exception) -> Outcome:
 
 def _packed(content: bytes) -> RecordDict:
     array = Array(dtype="uint8", shape=(len(content),), stype=_KIND, data=content)
-    return RecordDict({_RECORD: ArrayRecord({_KEY: array})})
+    return RecordDict({RECORD: ArrayRecord({_KEY: array})})
 
 
 def _unpacked(message: Message, limit: int | None = None) -> bytes:
-    record = message.content.get(_RECORD)
+    record = message.content.get(RECORD)
     array = record.get(_KEY) if isinstance(record, ArrayRecord) else None
     if not isinstance(array, Array) or array.stype != _KIND:
         raise UpdateError("it holds no message of nafi")
     if limit is not None and len(array.data) > limit:
         raise UpdateError(f"it has {len(array.data)} bytes, more than the limit of {limit}")
     return bytes(array.data)
-
-
-def _name_in(reply: Message | Exception) -> str | None:
-    if isinstance(reply, Exception) or not reply.has_content():
-        return None
-    record = reply.content.get(_RECORD)
-    name = record.get(_NAME) if isinstance(record, ConfigRecord) else None
-    if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
-        return None
-    return name
 
 
 def _metrics(record: Mapping[str, Any]) -> MetricRecord:

@@ -24,7 +24,7 @@ from nafi.fusion.screen import Screen
 from nafi.fusion.widths import MaxWidth, width_limits
 from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
 from nafi.graph.lift import Positions, bias_of, lift, lifted_rows, row_axes
-from nafi.graph.spec import ModelSpec, holds_numbers
+from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import named_tensors
 
 Pairs = Sequence[tuple[str, str]]
@@ -165,9 +165,7 @@ class Layerwise(Strategy):
         """Average what no group settles, the output layer above all."""
         frozen = self._frozen(state)
         names = [name for name in networks.spec.axes if name not in frozen]
-        placements = [in_place(spec, spec.groups) for spec in networks.specs]
-        merged = self._merged(networks, placements, False, names)
-        tensors = {**frozen, **merged}
+        tensors = {**frozen, **self._averaged(networks, names)}
         form = Form(state.form.widths, networks.spec.folded)
         members = {
             name: replace(member, tensors={n: t.clone() for n, t in tensors.items()})
@@ -175,6 +173,11 @@ class Layerwise(Strategy):
         }
         matched = () if self.freeze else state.matched
         return State(state.round + 1, form, tensors, matched, members)
+
+    def _averaged(self, networks: Networks, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors of networks whose neurons are all in one order."""
+        placements = [in_place(spec, spec.groups) for spec in networks.specs]
+        return self._merged(networks, placements, False, names)
 
     def _merged(
         self,
@@ -195,24 +198,8 @@ class Layerwise(Strategy):
         """
         if state.round < self.layers or not state.matched:
             return {}
-        members = list(state.members.values())
-        _, spec = self.architecture.network(state.form)
-        known = {name: spec.axes[name] for name in members[0].tensors}
-        held = self.screen.clipped(
-            [m.tensors for m in members], [replace(spec, axes=known)] * len(members)
-        )
-        return {
-            name: self._mean([own[name] for own in held]) if holds_numbers(tensor) else tensor
-            for name, tensor in members[0].tensors.items()
-        }
-
-    def _mean(self, tensors: Sequence[Tensor]) -> Tensor:
-        stacked = torch.stack(list(tensors))
-        if not self.screen.trim:
-            wide = torch.complex128 if stacked.is_complex() else torch.float64
-            return stacked.to(wide).mean(0).to(stacked.dtype)
-        votes = torch.ones([len(stacked)] + [1] * (stacked.ndim - 1), dtype=torch.float64)
-        return self.screen.mean(stacked.double(), votes > 0, votes).to(stacked.dtype)
+        sent = next(iter(state.members.values())).tensors
+        return self._averaged(self._networks(state), list(sent))
 
     def _with_batchnorm(self, model: nn.Module, spec: ModelSpec, tensors: Tensors) -> nn.Module:
         load_tensors(model, tensors)

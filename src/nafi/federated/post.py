@@ -73,10 +73,8 @@ class Post:
         if isinstance(found, Exception):
             return found  # what came cannot be read
         ours = [reply for reply in found if reply.metadata.reply_to_message_id == number]
-        for reply in [r for r in found if r not in ours[:1]]:
-            log.warning(
-                "a reply to no open message is ignored: node %s", reply.metadata.src_node_id
-            )
+        for _ in range(len(found) - len(ours[:1])):
+            log.warning("a reply to no open message is ignored")
         return ours[0] if ours else None
 
     def replies(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nafi.errors import InputError, NafiError
 from nafi.federated.architecture import Tensors
-from nafi.graph.spec import holds_numbers
+from nafi.graph.spec import holds_numbers, widened
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Noise:
     def applied(self, before: Tensors, after: Tensors) -> dict[str, Tensor]:
         """What leaves the client; tensors that hold no numbers, as counters, stay."""
         moved = {
-            name: _wide(tensor) - _wide(before[name])
+            name: widened(tensor) - widened(before[name])
             for name, tensor in after.items()
             if holds_numbers(tensor)
         }
@@ -59,13 +59,9 @@ class Noise:
             blur = drawn(tuple(change.shape))
             if change.is_complex():
                 blur = torch.complex(blur, drawn(tuple(change.shape)))
-            value = _wide(before[name]) + share * change + self.clip * self.scale * blur
+            value = widened(before[name]) + share * change + self.clip * self.scale * blur
             sent[name] = _allowed(name, value).to(after[name].dtype)
         return sent
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _unforeseeable(shape: tuple[int, ...]) -> Tensor:

@@ -123,8 +123,6 @@ class Strategy(ABC):
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("architecture", "rounds"):
             del own[name]
-        if not getattr(own.get("screen"), "active", True):
-            del own["screen"]  # runs from before there were screens have none either
         plain_data = {n: asdict(v) if is_dataclass(v) else v for n, v in own.items()}  # type: ignore[arg-type]
         named = json.dumps(plain_data, default=lambda v: getattr(v, "__qualname__", str(v)))
         spec = self.architecture.spec

@@ -12,7 +12,7 @@ import torch
 
 from nafi.errors import InputError
 from nafi.fusion.base import FusionResult, Task, fuser
-from nafi.graph.spec import holds_numbers
+from nafi.graph.spec import holds_numbers, widened
 from nafi.graph.trace import named_tensors
 
 
@@ -35,8 +35,7 @@ def fedavg(task: Task) -> FusionResult:
     with torch.no_grad():
         for name, tensor in named_tensors(model).items():
             if holds_numbers(tensor):
-                wide = torch.complex128 if tensor.is_complex() else torch.float64
-                mean = torch.zeros(tensor.shape, dtype=wide, device=tensor.device)
+                mean = torch.zeros_like(widened(tensor))
                 for share, state in zip(shares, states, strict=True):
                     mean.add_(state[name].detach().to(mean.device), alpha=float(share))
                 tensor.copy_(mean)

@@ -62,7 +62,7 @@ class Settings:
                 "the higher the better (the accuracy on data held out by the clients, for example)"
             )
 
-        self.screen  # noqa: B018 (checks clip and trim)
+        Screen(self.clip, self.trim)  # refuses what makes no sense
 
     @property
     def screen(self) -> Screen:

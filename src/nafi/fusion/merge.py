@@ -18,7 +18,7 @@ from nafi.fusion.clients import Array, Clients
 from nafi.fusion.networks import Networks
 from nafi.fusion.screen import Screen, real
 from nafi.graph.lift import Placements, bias_of, columns_of, lift, lifted_rows, row_axes
-from nafi.graph.spec import ModelSpec, Place, holds_numbers
+from nafi.graph.spec import ModelSpec, Place, holds_numbers, widened
 
 
 def merge(
@@ -80,8 +80,7 @@ class _Sums:
         self, networks: Networks, placements: Placements, name: str, index: int, weight: Tensor
     ) -> None:
         spec, tensor = networks.specs[index], networks.states[index][name]
-        wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-        lifted = lift(wide, name, spec, placements)
+        lifted = lift(widened(tensor), name, spec, placements)
         rest = columns_of(name, spec)
         if rest:
             self.norms = self.norms + weight * _norm(lifted, rest)

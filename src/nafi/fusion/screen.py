@@ -1,8 +1,8 @@
 """Models of strangers: how much of each is taken.
 
 Hides: what is usual among clients. Promises: as long as most clients are honest, no client's neuron
-is longer than a multiple of what is usual, and no number of the mean lies outside of those that
-honest clients sent, where enough of them own it.
+is longer than a multiple of what is usual, and no number of the mean, before norms are restored,
+lies outside of those that honest clients sent, where enough of them own it.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ class Screen:
         if self.clip is None:
             return tuple(states)
         spec = specs[0]
-        with_weights = {bias_of(name, spec) for name in spec.axes if columns_of(name, spec)}
+        names = [name for name in spec.axes if name in states[0]]
+        with_weights = {bias_of(name, spec) for name in names if columns_of(name, spec)}
         found = [dict(state) for state in states]
-        for name in spec.axes:
+        for name in names:
             if name in with_weights or not holds_numbers(states[0][name]):
                 continue
             columns = columns_of(name, spec)
             parts = [name]
             bias = bias_of(name, spec) if columns else None
-            parts += [bias] if bias is not None else []
+            parts += [bias] if bias in names else []
             lengths = [_lengths([state[part] for part in parts], columns) for state in states]
             limit = self._limit(lengths)
             for state, own in zip(found, lengths, strict=True):

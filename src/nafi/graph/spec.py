@@ -13,6 +13,7 @@ from math import prod
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nafi.errors import SpecError
@@ -289,6 +290,11 @@ def _solve(axis: Axis, group: str, known: Mapping[str, int], size: int) -> int |
 def holds_numbers(tensor: Tensor) -> bool:
     """Whether a tensor holds weights or statistics, and not counters or positions."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor of numbers in double precision."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def merge_fixed(factors: list[Factor]) -> tuple[Factor, ...]:

@@ -1,0 +1,98 @@
+"""Who is there: Flower's nodes under the names of clients.
+
+Hides: questions to nodes, and who may have a name. Promises: one node at most for a name; a node
+that does not answer holds nobody up for longer than it was given.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+
+from nafi.errors import NafiError
+from nafi.federated.post import MORE_SECONDS, Post
+
+log = logging.getLogger(__name__)
+RECORD, _NAME = "nafi", "name"
+
+
+def introduction(name: str) -> RecordDict:
+    """What a node answers when it is asked for its name."""
+    return RecordDict({RECORD: ConfigRecord({_NAME: name})})
+
+
+class Roster:
+    """names: node -> client, of all nodes that were ever there under a name."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self._keys: dict[str, bytes] = {}
+        self._questions: dict[str, int] = {}
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """Client -> node."""
+        return {name: node for node, name in self.names.items()}
+
+    def present(self, post: Post, wanted: int, seconds: float) -> list[str]:
+        """The clients that are there, as soon as there are as many as wanted, or after `seconds`.
+
+        Shorter names come first: "2" before "10". The order is the same whenever they came.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            here = self._introduced(post)
+            if len(here) >= wanted or time.monotonic() >= end:
+                return sorted(here, key=lambda name: (len(name), name))
+            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+
+    def _introduced(self, post: Post) -> list[str]:
+        """The names of the nodes that are online; those that are new are asked."""
+        online = post.nodes()
+        for node in sorted(set(online) - set(self.names) - set(self._questions.values())):
+            question = Message(
+                RecordDict(), node, MessageType.QUERY, ttl=MORE_SECONDS, group_id="names"
+            )
+            try:
+                self._questions[post.send(question)] = node
+            except NafiError:  # it has gone since it was last seen
+                continue
+        asked = [(number, node) for number, node in self._questions.items() if node in online]
+        for number, node in asked:
+            reply = post.take(number, time.monotonic())
+            if reply is not None:
+                del self._questions[number]
+                self._enter(node, reply, online)
+        return [self.names[node] for node in online if node in self.names]
+
+    def _enter(self, node: int, reply: Message | Exception, online: Mapping[int, bytes]) -> None:
+        """Take a node's word for its name, unless another has it.
+
+        Who has proven a key keeps the name for the run; else only while it is online.
+        """
+        name = _name_in(reply)
+        if name is None:
+            log.warning("node %d is left out: it did not tell its name", node)
+            return
+        key = self._keys.get(name, b"")
+        holders = [other for other, taken in self.names.items() if taken == name and other != node]
+        if (key and key != online[node]) or any(other in online for other in holders):
+            log.warning("node %d is left out: it says it is %r, as another does", node, name)
+            return
+        for other in holders:
+            del self.names[other]
+        self.names[node] = name
+        self._keys[name] = online[node]
+
+
+def _name_in(reply: Message | Exception) -> str | None:
+    if isinstance(reply, Exception) or not reply.has_content():
+        return None
+    record = reply.content.get(RECORD)
+    name = record.get(_NAME) if isinstance(record, ConfigRecord) else None
+    if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
+        return None
+    return name
