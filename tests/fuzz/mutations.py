@@ -100,10 +100,16 @@ def header_of(content: bytes) -> Any:
 
 @st.composite
 def edited_safetensors(draw: st.DrawFn, content: bytes) -> bytes:
-    """Wrong bytes, a wrong header, or a wrong table within the header."""
-    kind = draw(st.sampled_from(["bytes", "header", "table"]))
+    """Wrong bytes, a wrong header, a wrong table within the header, or other numbers."""
+    kind = draw(st.sampled_from(["bytes", "header", "table", "numbers"]))
     if kind == "bytes":
         return draw(edited_bytes(content))
+    if kind == "numbers":
+        found = bytearray(content)
+        start = 8 + int.from_bytes(content[:8], "little")
+        for _ in range(draw(st.integers(1, 4))):
+            found[draw(st.integers(start, len(found) - 1))] = draw(st.integers(0, 255))
+        return bytes(found)
     header = header_of(content)
     if kind == "header":
         return with_header(content, draw(edited(header)))
