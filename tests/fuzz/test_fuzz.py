@@ -110,7 +110,8 @@ def update_bytes(data: st.DataObject) -> None:
 def updates(data: st.DataObject) -> None:
     """Updates that were read, with a value that is not what it should be."""
     update = exchange()[2]
-    name = data.draw(st.sampled_from(["client", "round", "samples", "class_counts", "tensors"]))
+    fields = ["", "client", "round", "samples", "class_counts", "tensors"]
+    name = data.draw(st.sampled_from(fields))
     value: Any = data.draw(junk())
     if name == "tensors":
         key = data.draw(st.sampled_from(sorted(update.tensors)))
@@ -123,7 +124,7 @@ def updates(data: st.DataObject) -> None:
         value = {**update.tensors, key: data.draw(st.sampled_from([odd, full, value]))}
     if name == "class_counts" and isinstance(value, list):
         value = tuple(value)
-    check(replace(update, **{name: value}))
+    check(replace(update, **{name: value}) if name else update)
 
 
 def task_bytes(data: st.DataObject) -> None:
