@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import nafi
+from nafi.cli.app import progress_bar
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -118,3 +121,16 @@ def test_inspect_says_what_is_wrong_with_the_model(tmp_path: Path) -> None:
         assert words in done.stderr
         assert done.stderr.count("\n") == 1
         assert "Traceback" not in done.stderr
+
+
+def test_a_log_gets_lines_of_what_was_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard error is no terminal here: a line at most every ten seconds, and no bar."""
+    clock = iter([0.0, 4.0, 12.0, 15.0, 90.0, 120.0])
+    monkeypatch.setattr("nafi.cli.app.time.monotonic", lambda: next(clock))
+    with progress_bar(False) as told:
+        for step, done in [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("d", 4)]:
+            told(step, done, 9)
+    lines = ["nafi: 2 of 9 after 0.2 min: b", "nafi: 4 of 9 after 1.5 min: d"]
+    assert capsys.readouterr().err.splitlines() == lines

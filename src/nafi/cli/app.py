@@ -7,6 +7,7 @@ alone; everything else goes to standard error.
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,15 +71,26 @@ def _root(
     """Fuse neural networks that were trained apart into one."""
 
 
+Told = Callable[[str, int, int], None]
+_LINE_EVERY = 10.0  # seconds
+
+
 @contextmanager
-def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error that says what is under way and how long it may take."""
+def progress_bar(quiet: bool) -> Iterator[Told]:
+    """A bar on standard error that says what is under way and how long it may take.
+
+    Where nobody looks, as in a log, a line when something was finished.
+    """
+    console = Console(stderr=True)
+    if not quiet and not console.is_terminal:
+        yield _progress_lines()
+        return
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     bar = Progress(
         *columns,
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
         disable=quiet,
     )
@@ -87,6 +99,22 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda step, done, total: bar.update(
             shown, description=step, completed=done, total=total
         )
+
+
+def _progress_lines() -> Told:
+    """Tells what was finished, at most every ten seconds: short work leaves no lines."""
+    start = last = time.monotonic()
+    most = 0
+
+    def told(step: str, done: int, total: int) -> None:
+        nonlocal last, most
+        now = time.monotonic()
+        if done > most and now - last >= _LINE_EVERY:
+            tell(f"{done} of {total} after {(now - start) / 60:.1f} min: {step}")
+            last = now
+        most = max(most, done)
+
+    return told
 
 
 @contextmanager
