@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from nafi.errors import CheckpointError, InputError
+from nafi.errors import CheckpointError, InputError, NafiError
 from nafi.federated import (
     Acceptance,
     QuorumError,
+    State,
     Strategy,
     Task,
     Trainer,
@@ -29,6 +31,8 @@ from nafi.federated import (
     make_strategy,
     simulate,
 )
+from nafi.federated.averaging import FusionRounds
+from nafi.federated.messages import read_state
 from tests.federated.networks import CLASSES, normed, population, small
 
 ROUNDS = 4
@@ -81,6 +85,8 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from nafi.federated import simulate
+from nafi.federated.averaging import FusionRounds
+from nafi.federated.messages import read_state
 from tests.federated.networks import population
 from tests.federated.test_simulation import made, work
 
@@ -249,3 +255,20 @@ def test_a_broken_checkpoint_is_named(content: bytes, tmp_path: Path) -> None:
     strategy = made("fedavg")
     with pytest.raises(CheckpointError, match=r"run\.safetensors.*start again"):
         simulate(strategy, ["0"], work(strategy), checkpoint=file, resume=True)
+
+
+def test_a_model_that_is_no_longer_finite_is_not_kept(tmp_path: Path) -> None:
+    class Overflowing(FusionRounds):
+        def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+            after = super().aggregate(state, updates)
+            if after.round < 3:
+                return after
+            tensors = {**after.tensors, "one.weight": after.tensors["one.weight"] * torch.inf}
+            return replace(after, tensors=tensors)
+
+    fedavg = made("fedavg")
+    strategy = Overflowing(**{f.name: getattr(fedavg, f.name) for f in fields(fedavg)})
+    file = tmp_path / "run.safetensors"
+    with pytest.raises(NafiError, match=r"round 3 of 4: one\.weight became NaN or infinite"):
+        simulate(strategy, list(population()), work(strategy), checkpoint=file)
+    assert read_state(file)[0].round == 2

@@ -18,10 +18,11 @@ from typing import Any
 
 from torch import nn
 
-from nafi.errors import InputError, NafiError
+from nafi.errors import InputError, NafiError, few
 from nafi.federated.acceptance import Acceptance, QuorumError, Shapes, UpdateError, shapes_of
 from nafi.federated.messages import check_state, read_state, write_state
 from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of
+from nafi.graph.spec import holds_numbers
 
 log = logging.getLogger(__name__)
 _LONGEST = 300
@@ -89,6 +90,7 @@ class Round:
             self._check_quorum(error)
             raise
         self._check_quorum()
+        self._check_finite(after)
         told = [loss for loss in self.losses if isfinite(loss)]
         return after, {
             "round": after.round,
@@ -136,6 +138,16 @@ class Round:
                 f"{self.needed} are needed ({reasons}). The rounds before are kept; resume to try "
                 "again"
             ) from cause
+
+    def _check_finite(self, after: State) -> None:
+        """What clients sent is finite, and so is nearly everything that can come of it."""
+        for own in (after.tensors, *(member.tensors for member in after.members.values())):
+            bad = [n for n, t in own.items() if holds_numbers(t) and not bool(t.isfinite().all())]
+            if bad:
+                raise NafiError(
+                    f"{self.label}: {few(bad)} became NaN or infinite. The rounds before are kept; "
+                    "limit what clients can send with max_norm or a screen, or lower the rate"
+                )
 
 
 def _short(text: str) -> str:

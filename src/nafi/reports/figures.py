@@ -62,7 +62,7 @@ def draw_demo(
     right.axhspan(min(local), max(local), color="#d8dee6", label="clients alone, worst to best")
     right.axhline(float(np.mean(local)), color="#51606f", linewidth=1, label="clients alone, mean")
     for method, accuracy, neurons in points:
-        right.plot(neurons, accuracy, "o", color="#1f5fa8" if "nafi" in method else "#b4541f")
+        right.plot(neurons, accuracy, "o", color=_colour(method))
     _label_points(right, points)
     right.set_xscale("log")
     sizes = sorted({neurons for _, _, neurons in points})
@@ -89,8 +89,22 @@ def _label_points(axes: Any, points: Sequence[tuple[str, float, int]]) -> None:
         )
 
 
-COLOURS = {"nafi": "#1f5fa8", "pfnm": "#b4541f", "ot": "#3c7d3c", "fedavg": "#7a4fa3"}
+# One colour for a family of methods in every figure; fedma is pfnm in rounds.
+_COLOURS = {
+    "nafi": "#1f5fa8",
+    "pfnm": "#b4541f",
+    "fedma": "#b4541f",
+    "ot": "#3c7d3c",
+    "rebasin": "#8a8f2f",
+    "fedavg": "#7a4fa3",
+    "fedprox": "#c2809b",
+}
 _GREY = "#51606f"
+
+
+def _colour(method: str) -> str:
+    """Of a method or a variant of it, like fedavg-wide."""
+    return _COLOURS.get(method.split("-")[0].split(",")[0], _GREY)
 
 
 def size_figure(series: Mapping[str, Sequence[tuple[int, float, float]]]) -> Figure:
@@ -98,8 +112,8 @@ def size_figure(series: Mapping[str, Sequence[tuple[int, float, float]]]) -> Fig
     figure, axes = _figure(5.6, 3.8)
     for method, points in series.items():
         clients, means, spreads = zip(*points, strict=True)
-        colour = COLOURS.get(method, _GREY)
-        axes.errorbar(clients, means, spreads, marker="o", capsize=3, color=colour, label=method)
+        style = {"marker": "o", "capsize": 3, "color": _colour(method)}
+        axes.errorbar(clients, means, spreads, label=method, **style)
     axes.set_xlabel("clients")
     axes.set_ylabel("ln(global neurons / all local neurons)")
     axes.legend()
@@ -131,7 +145,7 @@ def width_figure(
     figure, axes = _figure(6.4, 4.2)
     for method, points in series.items():
         factors, means, spreads = zip(*sorted(points), strict=True)
-        style = {"marker": "o", "capsize": 3, "color": COLOURS.get(method, _GREY)}
+        style = {"marker": "o", "capsize": 3, "color": _colour(method)}
         axes.errorbar(factors, means, spreads, label=method, **style)
     for name, mean in ceilings.items():
         axes.axhline(mean, color=_GREY, linestyle="--", linewidth=1)
@@ -151,12 +165,10 @@ def rounds_figure(panels: Mapping[str, Mapping[str, Sequence[float]]], metric: s
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.8 * columns + 1.2, 3.6 * rows), layout="constrained")
-    methods = list(dict.fromkeys(m for curves in panels.values() for m in curves))
-    styles = {m: _curve_style(m, place) for place, m in enumerate(methods)}
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten()
     for axes, (title, curves) in zip(grid, panels.items(), strict=False):
         for method, values in curves.items():
-            axes.plot(range(1, len(values) + 1), values, label=method, **styles[method])
+            axes.plot(range(1, len(values) + 1), values, label=method, **_curve_style(method))
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -187,15 +199,11 @@ def pictures_figure(
     return figure
 
 
-_PALETTE = ("#7a4fa3", "#b08bd0", "#c2809b", "#3c7d3c", "#8a8f2f", "#b4541f", "#51606f", "#2b9aa0")
-
-
-def _curve_style(method: str, place: int) -> dict[str, Any]:
-    """nafi in blue and bold, the others in colours of their own; controls are dashed."""
-    ours = method.startswith("nafi")
-    style = {"marker": "o", "markersize": 3, "linewidth": 2.2 if ours else 1.2}
+def _curve_style(method: str) -> dict[str, Any]:
+    """nafi in bold; what was averaged at a matched width is dashed."""
+    style = {"marker": "o", "markersize": 3, "color": _colour(method)}
+    style["linewidth"] = 2.2 if method.startswith("nafi") else 1.2
     style["linestyle"] = "--" if method.endswith(("-wide", "-average")) else "-"
-    style["color"] = "#1f5fa8" if ours else _PALETTE[place % len(_PALETTE)]
     return style
 
 
