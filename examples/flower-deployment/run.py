@@ -111,7 +111,7 @@ def _job(federation: Deployment, app: Path, fault: str | None) -> tuple[str | No
 
 
 def _completed(federation: Deployment, number: str) -> None:
-    status = federation.wait(number, 600)
+    status = federation.wait(number, 400)
     if status != "finished:completed":
         raise RuntimeError(f"the run ended as {status}:\n{federation.tail('server')}")
 
@@ -153,7 +153,7 @@ def expected(task: Any, missing: tuple[str | None, int]) -> nn.Module:
             raise ConnectionError(f"{client} is gone")
         return trainer(client, given)
 
-    quorum = nafi.federated.Acceptance(quorum=2)
+    quorum = nafi.federated.Acceptance(quorum=2, classes=task.CLASSES)
     return simulate(
         strategy, sorted(NODES, key=lambda n: (len(n), n)), work, acceptance=quorum
     ).model

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nafi.errors import CheckpointError, InputError, SpecError, few
+from nafi.errors import CheckpointError, InputError, SpecError, few, unlike
 from nafi.factories import called, load_factory, resolve_inputs
 from nafi.files import atomic_path
 from nafi.fusion import FusionResult, FusionWarning
@@ -313,12 +313,10 @@ def _check_keys(
 ) -> None:
     if manifest.folded:
         return
-    missing, extra = [n for n in own if n not in state], [n for n in state if n not in own]
-    if missing or extra:
-        told = [f"lacks {few(missing)}"] * bool(missing) + [f"has {few(extra)}"] * bool(extra)
+    told = unlike(state, own)
+    if told:
         raise CheckpointError(
-            f"{label} is not a checkpoint of this network: it {' and '.join(told)}; "
-            "is the factory the right one?"
+            f"{label} is not a checkpoint of this network: it {told}; is the factory the right one?"
         )
 
 

@@ -4,7 +4,7 @@ Catching `NafiError` catches them all; each message names the culprit, what was 
 what was expected and, where it is not obvious, what to do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class NafiError(Exception):
@@ -27,3 +27,11 @@ def few(names: Sequence[str], shown: int = 3) -> str:
     """The first of some names, and how many more there are."""
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def unlike(found: Mapping[str, object], expected: Mapping[str, object]) -> str:
+    """What is told of names that are not those expected: "lacks a and has b"; empty if they are."""
+    missing = [name for name in expected if name not in found]
+    extra = [str(name)[:60] for name in found if name not in expected]
+    told = [f"lacks {few(missing)}"] * bool(missing) + [f"has {few(extra)}"] * bool(extra)
+    return " and ".join(told)

@@ -10,19 +10,25 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from nafi.errors import InputError
 
+_PARTIAL = ".partial"
+
 
 @contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
-    """A temporary path beside `target` that replaces it when the block ends without an error."""
+def atomic_path(target: Path, *, private: bool = False) -> Iterator[Path]:
+    """A temporary path beside `target` that replaces it when the block ends without an error.
+
+    private: a file that its owner alone may read
+    """
     check_writable(target, overwrite=True)
     try:
         handle, name = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.stem}-", suffix=target.suffix
+            dir=target.parent, prefix=f".{target.name}.", suffix=_PARTIAL + target.suffix
         )
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}") from None
@@ -30,9 +36,16 @@ def atomic_path(target: Path) -> Iterator[Path]:
     partial = Path(name)
     try:
         yield partial
-        partial.chmod(0o644)
+        if not private:
+            partial.chmod(0o644)
         partial.replace(target)
     finally:
+        partial.unlink(missing_ok=True)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what a process that was killed while writing left; for a file of one writer."""
+    for partial in target.parent.glob(f".{escape(target.name)}.*{_PARTIAL}{target.suffix}"):
         partial.unlink(missing_ok=True)
 
 

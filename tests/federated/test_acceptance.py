@@ -45,7 +45,7 @@ def spoilt(update: Update, value: float) -> Update:
 def test_what_was_asked_for_is_taken(frozen: bool) -> None:
     task, update, shapes = asked(frozen)
     RULES.check(update, "0", task, shapes)
-    Acceptance(max_bytes=10**6, max_norm=100.0).check(update, "0", task, shapes)
+    replace(RULES, max_bytes=10**6, max_norm=100.0).check(update, "0", task, shapes)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_frozen_tensors_are_not_taken_back() -> None:
 def test_limits_of_bytes_and_of_norm() -> None:
     task, update, shapes = asked(frozen=True)
     size = sum(4 * t.numel() for t in update.tensors.values())
-    Acceptance(max_bytes=size).check(update, "0", task, shapes)
+    replace(RULES, max_bytes=size).check(update, "0", task, shapes)
     with pytest.raises(UpdateError, match=f"it has {size} bytes"):
-        Acceptance(max_bytes=size - 1).check(update, "0", task, shapes)
+        replace(RULES, max_bytes=size - 1).check(update, "0", task, shapes)
     moved = sum(float((t - task.tensors[n]).square().sum()) for n, t in update.tensors.items())
-    Acceptance(max_norm=1.001 * moved**0.5).check(update, "0", task, shapes)
+    replace(RULES, max_norm=1.001 * moved**0.5).check(update, "0", task, shapes)
     with pytest.raises(UpdateError, match="moved by"):
-        Acceptance(max_norm=0.999 * moved**0.5).check(update, "0", task, shapes)
+        replace(RULES, max_norm=0.999 * moved**0.5).check(update, "0", task, shapes)
 
 
 def test_negative_variances_are_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,8 @@ from tests.federated.test_simulation import OPTIONS, ROUNDS, made, work
 
 INPUTS = (torch.zeros(2, FEATURES),)
 CLIENTS = list(population())
+ALL = Acceptance(classes=CLASSES)
+SOME = Acceptance(quorum=2, classes=CLASSES)
 
 
 def samples(context: Context) -> Samples:
@@ -54,7 +58,8 @@ def grid(**behaviours: Behaviour) -> LocalGrid:
 
 
 def federation(strategy: Strategy, **options: Any) -> Federation:
-    return Federation(strategy, **{"nodes": len(CLIENTS), "wait": 0.0, "deadline": 0.2, **options})
+    limits = {"nodes": len(CLIENTS), "wait": 0.0, "deadline": 0.2, "acceptance": ALL}
+    return Federation(strategy, **{**limits, **options})
 
 
 def reference(name: str) -> dict[str, torch.Tensor]:
@@ -167,7 +172,7 @@ def test_a_bad_reply_is_refused_and_the_round_goes_on(
 ) -> None:
     behaviour, reason = BAD[case]
     strategy = made("fedavg")
-    flower = federation(strategy, acceptance=Acceptance(quorum=2, classes=CLASSES))
+    flower = federation(strategy, acceptance=SOME)
     with caplog.at_level(logging.WARNING):
         flower.start(grid(client_1=behaviour))
     for record in flower.run.records:
@@ -183,45 +188,138 @@ def test_what_flower_itself_cannot_read_is_a_refusal_of_that_client() -> None:
     def garbage(message: Message, answer: Callable[[], Message]) -> list[Any]:
         return [ValueError("not JSON")] if message.metadata.message_type == "train" else [answer()]
 
-    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower = federation(made("fedavg"), acceptance=SOME)
     flower.start(grid(client_1=garbage))
     assert [list(record["refused"]) for record in flower.run.records] == [["1"]] * ROUNDS
 
 
-def test_a_superlink_that_is_gone_ends_the_run(tmp_path: Path) -> None:
-    def gone(message: Message, answer: Callable[[], Message]) -> list[Any]:
-        late = message.metadata.group_id == "3"
-        return [httpx.ConnectError("refused")] if late else [answer()]
+def test_a_reply_that_the_superlink_cannot_give_out_is_a_refusal_of_that_client() -> None:
+    request = httpx.Request("POST", "https://superlink")
+    error = httpx.HTTPStatusError("500", request=request, response=httpx.Response(500))
 
+    def broken(message: Message, answer: Callable[[], Message]) -> list[Any]:
+        return [error] if message.metadata.message_type == "train" else [answer()]
+
+    flower = federation(made("fedavg"), acceptance=SOME)
+    flower.start(grid(client_1=broken))
+    assert [list(record["refused"]) for record in flower.run.records] == [["1"]] * ROUNDS
+
+
+@pytest.mark.parametrize("how", ["an error", "silence"])
+def test_a_superlink_that_is_gone_ends_the_run(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower tries to reach it for ever; errors of another kind it passes on."""
+    monkeypatch.setattr("nafi.federated.post._SUPERLINK_SECONDS", 0.3)
+    net, over = grid(), threading.Event()
+    push = net.push_messages
+
+    def gone(messages: Any) -> list[str]:
+        if messages[0].metadata.group_id == "3":
+            if how == "an error":
+                raise httpx.ConnectError("certificate verify failed")
+            over.wait(60)
+        return push(messages)
+
+    net.push_messages = gone  # type: ignore[method-assign]
     file = tmp_path / "run.safetensors"
-    with pytest.raises(httpx.ConnectError):
-        federation(made("fedavg"), checkpoint=file).start(grid(client_1=gone))
+    kind, told = {
+        "an error": (httpx.ConnectError, "certificate"),
+        "silence": (NafiError, r"SuperLink has not answered for 0\.3 seconds"),
+    }[how]
+    with pytest.raises(kind, match=told):
+        federation(made("fedavg"), checkpoint=file).start(net)
+    over.set()
     flower = federation(made("fedavg"), checkpoint=file)
     flower.start(grid())
     assert_equal(flower.run.model.state_dict(), reference("fedavg"))
 
 
-def test_a_reply_that_never_becomes_whole_does_not_hold_the_round(
+def test_replies_that_never_become_whole_do_not_hold_the_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nafi.federated.post._GRACE", 0.1)
+    """Two of them are given the time of one."""
+    monkeypatch.setattr("nafi.federated.post._GRACE", 4.0)
     net = grid()
     pull = net.pull_messages
     stuck = threading.Event()
 
     def slowly(numbers: Any) -> list[Message]:
         for reply in net.replies.get(numbers[0], []):
-            if reply.metadata.src_node_id == 99 and reply.metadata.message_type == "train":
+            if reply.metadata.src_node_id != 98 and reply.metadata.message_type == "train":
                 stuck.wait(60)
         return pull(numbers)
 
     net.pull_messages = slowly  # type: ignore[method-assign]
-    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    one_round = replace(made("fedavg"), rounds=1)
+    flower = federation(one_round, acceptance=replace(SOME, quorum=1))
     start = time.monotonic()
     flower.start(net)
+    took = time.monotonic() - start
     stuck.set()
-    assert time.monotonic() - start < 30
-    assert "not whole" in flower.run.records[0]["refused"]["1"]
+    assert 4 < took < 8
+    refused = flower.run.records[0]["refused"]
+    assert list(refused) == ["0", "1"]
+    assert all("not whole" in reason for reason in refused.values())
+
+
+def test_a_slow_reply_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes on while others are asked for theirs, and counts."""
+    monkeypatch.setattr("nafi.federated.post._GRACE", 0.05)
+    net = grid()
+    pull = net.pull_messages
+
+    def slowly(numbers: Any) -> list[Message]:
+        for reply in net.replies.get(numbers[0], []):
+            if reply.metadata.message_type == "train":
+                time.sleep(0.3)
+        return pull(numbers)
+
+    net.pull_messages = slowly  # type: ignore[method-assign]
+    flower = federation(made("fedavg"), deadline=30.0)
+    flower.start(net)
+    assert_equal(flower.run.model.state_dict(), reference("fedavg"))
+
+
+def test_a_node_that_lost_the_question_for_its_name_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nafi.federated.roster._ASK_AGAIN", 0.2)
+    asked = []
+
+    def started_again(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        asked.append(message.metadata.message_type)
+        return [] if len(asked) == 1 else [answer()]
+
+    flower = federation(made("fedavg"), wait=30.0)
+    flower.start(grid(client_1=started_again))
+    assert asked[:2] == ["query", "query"]
+    assert_equal(flower.run.model.state_dict(), reference("fedavg"))
+
+
+def test_a_refused_reply_is_not_held_in_memory(tmp_path: Path) -> None:
+    flower = federation(made("fedavg"), acceptance=replace(SOME, max_bytes=1))
+    grid()
+    question = Message(RecordDict(), 1, "train")
+    reply = Message(_packed(b"x" * 2**25), reply_to=question)
+    held = weakref.ref(reply)
+    found = flower._kept(reply, tmp_path / "reply")
+    del reply
+    gc.collect()
+    assert "more than the limit" in str(found)
+    assert held() is None
+
+
+def test_a_quorum_is_of_those_that_a_round_asks() -> None:
+    half = replace(made("fedavg"), fraction=0.5)
+    with pytest.raises(InputError, match="quorum: found 3 for 2 clients"):
+        Federation(half, nodes=4, acceptance=Acceptance(quorum=3))
+    net = grid()
+    with pytest.raises(QuorumError, match=r"3 of 8 nodes .* asks 2 of them\), 4 are needed"):
+        Federation(half, nodes=8, wait=0.0, acceptance=ALL).start(net)
+    flower = federation(half, nodes=4, acceptance=SOME)
+    flower.start(net)
+    assert [record["clients"] for record in flower.run.records] == [2] * ROUNDS
 
 
 def test_an_error_of_the_client_does_not_tell_of_its_samples() -> None:
@@ -241,7 +339,7 @@ def test_a_long_reason_is_cut() -> None:
             return [Message(Error(code=1, reason="x\n" * 10**6), reply_to=message)]
         return [answer()]
 
-    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower = federation(made("fedavg"), acceptance=SOME)
     flower.start(grid(client_1=wordy))
     reason = flower.run.records[0]["refused"]["1"]
     assert len(reason) < 400
@@ -257,7 +355,7 @@ def test_a_node_that_goes_while_it_is_asked_is_refused_alone() -> None:
         return [answer()]
 
     net.nodes[100].behaviour = leaving
-    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower = federation(made("fedavg"), acceptance=SOME)
     flower.start(net)
     assert "did not take the message" in flower.run.records[1]["refused"]["2"]
 
@@ -310,7 +408,7 @@ def test_a_name_belongs_to_the_key_that_first_had_it(caplog: pytest.LogCaptureFi
         return [reply]
 
     net.nodes[100].behaviour = replaced
-    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower = federation(made("fedavg"), acceptance=SOME)
     flower.start(net)
     assert [record["clients"] for record in flower.run.records] == [3, 3, 2, 2]
     assert "node 200 is left out: it says it is '0', as another does" in caplog.text
@@ -318,7 +416,7 @@ def test_a_name_belongs_to_the_key_that_first_had_it(caplog: pytest.LogCaptureFi
 
 def test_an_update_that_is_too_big_is_not_even_read() -> None:
     limit = 2000
-    rules = Acceptance(quorum=2, max_bytes=limit)
+    rules = replace(SOME, max_bytes=limit)
     fat = changed(tensors=lambda t: {**t, "more": torch.zeros(2**23)})
     flower = federation(made("fedavg"), acceptance=rules)
     flower.start(grid(client_1=fat))
@@ -349,7 +447,7 @@ def test_a_client_that_was_away_is_brought_up_to_date() -> None:
         return [] if message.metadata.group_id == "2" else [answer()]
 
     strategy = made("layerwise")
-    flower = federation(strategy, acceptance=Acceptance(quorum=2))
+    flower = federation(strategy, acceptance=SOME)
     flower.start(grid(client_2=away))
     assert [list(record["refused"]) for record in flower.run.records] == [[], ["2"], [], []]
 
@@ -360,7 +458,7 @@ def test_a_client_that_was_away_is_brought_up_to_date() -> None:
             raise TimeoutError
         return trainer(client, task)
 
-    expected = simulate(strategy, CLIENTS, sometimes, acceptance=Acceptance(quorum=2))
+    expected = simulate(strategy, CLIENTS, sometimes, acceptance=SOME)
     assert_equal(flower.run.model.state_dict(), expected.model.state_dict())
 
 
@@ -385,7 +483,7 @@ def test_too_few_nodes_end_the_run() -> None:
     del net.nodes[100]
     with pytest.raises(QuorumError, match=r"2 of 3 nodes are there after 0 seconds, 3 are needed"):
         federation(made("fedavg")).start(net)
-    flower = federation(made("fedavg"), acceptance=Acceptance(quorum=2))
+    flower = federation(made("fedavg"), acceptance=SOME)
     flower.start(net)
     assert [record["clients"] for record in flower.run.records] == [2] * ROUNDS
 

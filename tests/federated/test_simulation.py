@@ -21,6 +21,7 @@ from torch import nn
 from nafi.errors import CheckpointError, InputError, NafiError
 from nafi.federated import (
     Acceptance,
+    Architecture,
     QuorumError,
     State,
     Strategy,
@@ -31,9 +32,10 @@ from nafi.federated import (
     make_strategy,
     simulate,
 )
+from nafi.federated.acceptance import MOST
 from nafi.federated.averaging import FusionRounds
 from nafi.federated.messages import read_state
-from tests.federated.networks import CLASSES, normed, population, small
+from tests.federated.networks import CLASSES, FEATURES, normed, pictures, population, small
 
 ROUNDS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -85,8 +87,6 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from nafi.federated import simulate
-from nafi.federated.averaging import FusionRounds
-from nafi.federated.messages import read_state
 from tests.federated.networks import population
 from tests.federated.test_simulation import made, work
 
@@ -114,7 +114,39 @@ def test_a_killed_process_goes_on_where_it_was(name: str, tmp_path: Path) -> Non
     assert subprocess.run(command, timeout=120, check=False).returncode == 0
     found, expected = load_file(file), load_file(whole)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    assert [p.name for p in tmp_path.iterdir() if p.suffix != ".safetensors"] == []
+
+
+HALF = """
+import os, signal
+import nafi.federated.messages as messages
+
+whole, count = messages.save_file, 0
+
+def half(tensors, path, metadata):
+    global count
+    whole(tensors, path, metadata=metadata)
+    count += 1
+    if count == 2:
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+messages.save_file = half
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_the_round_before(tmp_path: Path) -> None:
+    whole, file = tmp_path / "whole.safetensors", tmp_path / "killed.safetensors"
+    strategy = made("layerwise")
+    simulate(strategy, list(population()), work(strategy), checkpoint=whole)
+    command = [sys.executable, "-c", HALF + SCRIPT, "layerwise", str(file)]
+    assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
+    assert read_state(file)[0].round == 1
+    assert len(list(tmp_path.iterdir())) == 3  # and what was half written
+    simulate(strategy, list(population()), work(strategy), checkpoint=file, resume=True)
+    found, expected = load_file(file), load_file(whole)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert {p.name for p in tmp_path.iterdir()} == {"whole.safetensors", "killed.safetensors"}
+    assert file.stat().st_mode & 0o777 == 0o600  # it holds the weights of every client
 
 
 @pytest.mark.parametrize("name", ["fedavg", "layerwise"])
@@ -230,7 +262,7 @@ def test_a_killed_worker_is_replaced() -> None:
         list(population()),
         Dying(work(strategy)),
         workers=2,
-        acceptance=Acceptance(quorum=1),
+        acceptance=Acceptance(quorum=1, classes=CLASSES),
     )
     assert "1" in run.records[1]["refused"] or len(run.records[1]["refused"]) == 3
     assert [len(record["refused"]) for record in run.records[2:]] == [0, 0]
@@ -242,7 +274,7 @@ def test_below_the_quorum_a_run_stops_and_can_be_resumed(tmp_path: Path) -> None
     whole = simulate(strategy, clients, work(strategy))
     broken = Broken(work(strategy), "1", "crash", when=2)
     with pytest.raises(QuorumError, match=r"round 3 of 4: 2 of 3 clients delivered, 3 are needed"):
-        simulate(strategy, clients, broken, checkpoint=file)
+        simulate(strategy, clients, broken, checkpoint=file, acceptance=Acceptance(classes=CLASSES))
     again = simulate(strategy, clients, work(strategy), checkpoint=file, resume=True)
     for key, tensor in whole.state.tensors.items():
         assert torch.equal(tensor, again.state.tensors[key])
@@ -272,3 +304,70 @@ def test_a_model_that_is_no_longer_finite_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(NafiError, match=r"round 3 of 4: one\.weight became NaN or infinite"):
         simulate(strategy, list(population()), work(strategy), checkpoint=file)
     assert read_state(file)[0].round == 2
+
+
+class Indexed(nn.Module):
+    """Reads its inputs in an order that it keeps as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.arange(FEATURES))
+        self.one = nn.Linear(FEATURES, 5)
+        self.out = nn.Linear(5, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = self.get_buffer("order")
+        found: torch.Tensor = self.out(self.one(x[:, order]).relu())
+        return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_cannot_be_averaged_is_not_taken_from_a_client(name: str) -> None:
+    architecture = Architecture(Indexed, (torch.zeros(2, FEATURES),))
+    training = Training(epochs=1, batch=8, rate=0.05)
+    strategy = make_strategy(name, architecture, training, rounds=ROUNDS, **OPTIONS[name])
+    trainer = Trainer(architecture, population(), CLASSES)
+
+    def spoilt(client: str, task: Task) -> tuple[Update, float]:
+        update, loss = trainer(client, task)
+        if client == "0" and "order" in update.tensors:
+            tensors = {**update.tensors, "order": torch.full((FEATURES,), 10**6)}
+            update = replace(update, tensors=tensors)
+        return update, loss
+
+    clients, rules = list(population()), Acceptance(classes=CLASSES)
+    found = simulate(strategy, clients, spoilt, acceptance=rules)
+    assert found.model.get_buffer("order").tolist() == list(range(FEATURES))
+    expected = simulate(strategy, clients, trainer)
+    for key, tensor in expected.model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[key], tensor)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_largest_weights_that_are_taken_do_not_end_a_round(name: str) -> None:
+    """Folding multiplies a gain and a weight, and divides by the root of a variance."""
+    training = Training(epochs=1, batch=8, rate=0.05)
+    strategy = make_strategy(name, normed(), training, rounds=1, **OPTIONS[name])
+    trainer = Trainer(strategy.architecture, {c: pictures(20, int(c)) for c in "012"}, CLASSES)
+
+    def huge(client: str, task: Task) -> tuple[Update, float]:
+        update, loss = trainer(client, task)
+        if client == "0":
+            largest = {
+                n: torch.zeros_like(t) if n.endswith("running_var") else t.sign() * MOST
+                for n, t in update.tensors.items()
+                if t.is_floating_point()
+            }
+            update = replace(update, tensors={**update.tensors, **largest})
+        return update, loss
+
+    run = simulate(strategy, list("012"), huge, acceptance=Acceptance(classes=CLASSES))
+    assert run.records[0]["refused"] == {}
+    assert all(t.isfinite().all() for t in run.model.state_dict().values())
+
+
+def test_class_counts_that_nobody_expects_are_refused() -> None:
+    strategy = made("fedavg")
+    trainer = work(strategy)
+    with pytest.raises(QuorumError, match=r"class counts: found 3, expected none; .* classes"):
+        simulate(strategy, ["0", "1"], lambda client, task: trainer(client, task))

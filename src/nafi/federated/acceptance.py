@@ -14,7 +14,7 @@ from math import ceil, inf
 import torch
 from torch import Tensor
 
-from nafi.errors import InputError, NafiError, few
+from nafi.errors import InputError, NafiError, unlike
 from nafi.federated.architecture import Architecture, Form
 from nafi.federated.strategy import Task, Update, size_of
 from nafi.graph.spec import holds_numbers
@@ -22,8 +22,10 @@ from nafi.graph.trace import named_tensors
 
 # No sum of so many counts overflows anything.
 MOST_SAMPLES = 2**48
-# No weight is larger; a mean of such numbers and its square can still be told from infinity.
-MOST = 1e15
+# No weight is larger. Folding a batch normalisation multiplies two such numbers and divides by the
+# root of its epsilon; squares of that must still be numbers in single precision. Large variances
+# only make things smaller.
+MOST = 1e9
 
 
 class UpdateError(NafiError):
@@ -43,7 +45,7 @@ class Acceptance:
     max_bytes: of an update's tensors
     max_norm: of the change to what the client was sent, over all tensors; of the tensors themselves
         where it was sent none
-    classes: how many class counts an update must have; None if it need not have any
+    classes: how many class counts an update must have; None for none
     """
 
     quorum: int | float | None = None
@@ -116,13 +118,18 @@ def _check_counts(update: Update, classes: int | None) -> None:
     counts = update.class_counts
     if not _is_count(update.samples) or update.samples == 0:
         raise UpdateError(f"samples: found {update.samples!r}, expected a count of at least 1")
-    if counts is None:
-        if classes is not None:
-            raise UpdateError(f"class counts are missing, expected {classes}")
+    if counts is None and classes is None:
         return
+    if counts is None:
+        raise UpdateError(f"class counts are missing, expected {classes}")
     if not isinstance(counts, tuple) or not all(_is_count(count) for count in counts):
         raise UpdateError(f"class counts: found {str(counts)[:60]}, expected counts")
-    if classes is not None and len(counts) != classes:
+    if classes is None:
+        raise UpdateError(
+            f"class counts: found {len(counts)}, expected none; the server must be given classes "
+            "if clients are"
+        )
+    if len(counts) != classes:
         raise UpdateError(f"class counts: found {len(counts)}, expected {classes}")
     if sum(counts) != update.samples:
         raise UpdateError(
@@ -139,12 +146,9 @@ def _is_count(value: object) -> bool:
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Shapes) -> None:
-    missing = [name for name in expected if name not in tensors]
-    extra = [str(name) for name in tensors if name not in expected]
-    if missing or extra:
-        told = [f"lacks {few(missing)}"] * bool(missing)
-        told += [f"has {few([name[:60] for name in extra])}"] * bool(extra)
-        raise UpdateError(f"it {' and '.join(told)}")
+    told = unlike(tensors, expected)
+    if told:
+        raise UpdateError(f"it {told}")
     for name, (shape, dtype) in expected.items():
         tensor = tensors[name]
         if not isinstance(tensor, Tensor):
@@ -154,9 +158,11 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Shapes) -> None:
             raise UpdateError(f"{name}: found shape {found}, expected {shape} of {dtype}")
         if holds_numbers(tensor) and not bool(torch.isfinite(tensor).all()):
             raise UpdateError(f"{name} holds values that are NaN or infinite")
-        if holds_numbers(tensor) and tensor.numel() and float(tensor.abs().max()) > MOST:
-            raise UpdateError(f"{name} holds values beyond {MOST:g}")
-        if name.endswith("running_var") and bool((tensor < 0).any()):
+        variance = name.endswith("running_var")
+        most = MOST**2 if variance else MOST
+        if holds_numbers(tensor) and tensor.numel() and float(tensor.abs().max()) > most:
+            raise UpdateError(f"{name} holds values beyond {most:g}")
+        if variance and bool((tensor < 0).any()):
             raise UpdateError(f"{name} holds negative variances")
 
 

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.federated.architecture import Form
-from nafi.federated.strategy import State, Strategy, Task, Update, class_table, plain
+from nafi.federated.strategy import State, Strategy, Task, Update, class_table, tensors_of
 from nafi.fusion import fuse
 from nafi.fusion.merge import check_class_axis, class_axis
 from nafi.fusion.screen import Screen, real
 from nafi.graph.spec import ModelSpec, holds_numbers, widened
-from nafi.graph.trace import named_tensors
 
 AVERAGE = "fedavg"
 
@@ -90,7 +89,7 @@ class FusionRounds(Strategy):
             seed=self.seed,
             **{**options, "max_width": dict(state.form.widths)},
         )
-        return State(state.round, Form(found.widths), _tensors_of(found.model, state.tensors))
+        return State(state.round, Form(found.widths), tensors_of(found.model, state.tensors))
 
     def _fused(
         self, state: State, updates: list[Update], method: str, options: Mapping[str, Any]
@@ -111,12 +110,7 @@ class FusionRounds(Strategy):
             **options,
         )
         form = Form(found.widths or state.form.widths)
-        return State(state.round + 1, form, _tensors_of(found.model, spec.axes))
-
-
-def _tensors_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    found = named_tensors(model)
-    return plain({name: found[name] for name in names})
+        return State(state.round + 1, form, tensors_of(found.model, spec.axes))
 
 
 def average(

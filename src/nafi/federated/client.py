@@ -6,21 +6,19 @@ counts; the same task and samples give the same update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.federated.architecture import Architecture, load_tensors
 from nafi.federated.prefix import CACHE_BYTES
 from nafi.federated.privacy import Noise
 from nafi.federated.samples import Samples
-from nafi.federated.strategy import Task, Update, plain
+from nafi.federated.strategy import Task, Update, tensors_of
 from nafi.federated.training import Loss, train
-from nafi.graph.trace import named_tensors
 
 Data = Mapping[str, Samples] | Callable[[str], Samples]
 
@@ -54,7 +52,7 @@ class Trainer:
             load_tensors(model, {name: drawn[name] for name in missing})
         load_tensors(model, task.tensors)
         sent = [name for name in spec.axes if name not in task.frozen]
-        before = _tensors(model, sent) if self.noise is not None else {}
+        before = tensors_of(model, sent) if self.noise is not None else {}
         loss = train(
             model,
             samples,
@@ -65,7 +63,7 @@ class Trainer:
             device=self.device,
             cache_bytes=self.cache_bytes,
         )
-        trained = _tensors(model, sent)
+        trained = tensors_of(model, sent)
         if self.noise is not None:
             trained = self.noise.applied(before, trained)
         return Update(client, task.round, trained, len(samples), self._counts(samples)), loss
@@ -85,8 +83,3 @@ class Trainer:
                 f"labels: found class {len(counts) - 1}, expected less than {self.classes}"
             )
         return tuple(int(count) for count in counts)
-
-
-def _tensors(model: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
-    found = named_tensors(model)
-    return plain({name: found[name] for name in names})

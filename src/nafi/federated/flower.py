@@ -50,7 +50,7 @@ try:
     from flwr.serverapp.strategy import Result
     from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
-    from nafi.federated.post import MORE_SECONDS, Post
+    from nafi.federated.post import MORE_SECONDS, NodeError, Post, bare
     from nafi.federated.roster import RECORD, Roster, introduction
 except ModuleNotFoundError as error:
     raise NafiError(f"{error.name} is not installed: pip install 'nafi[flower]'") from None
@@ -225,7 +225,7 @@ class Federation(FlowerStrategy):
         self.wait = wait
         self.deadline = deadline
         self.acceptance = acceptance or Acceptance()
-        self.needed = self.acceptance.needed(nodes)
+        self.needed = self.acceptance.needed(strategy.sampled(nodes))
         self.checkpoint = checkpoint
         self.roster = Roster()
 
@@ -256,10 +256,10 @@ class Federation(FlowerStrategy):
             self.strategy,
             lambda: self._present(post, next(waits)),
             lambda round: self._carry(round, post),
+            self.acceptance,
             evaluate=evaluate,
             checkpoint=self.checkpoint,
             resume=True,
-            acceptance=self.acceptance,
             progress=lambda step, done, total: log.info("%s (%d of %d)", step, done, total),
         )
         return _result(self.run)
@@ -300,9 +300,9 @@ class Federation(FlowerStrategy):
             )
             try:
                 asked[post.send(message)] = client
-            except NafiError as error:  # it has gone since it was last seen
+            except NodeError as error:  # it has gone since it was last seen
                 kept[client] = error
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(prefix="nafi-replies-") as folder:
             sent = {number: nodes[client] for number, client in asked.items()}
             for place, (number, answer) in enumerate(post.replies(sent, end)):
                 kept[asked[number]] = self._kept(answer, Path(folder) / str(place))
@@ -319,14 +319,16 @@ class Federation(FlowerStrategy):
             file.write_bytes(_unpacked(answer, None if limit is None else limit + _HEADER_BYTES))
             return file
         except Exception as error:  # whatever a client may send
-            return error
+            return bare(error)
 
     def _present(self, post: Post, seconds: float) -> Sequence[str]:
         """The names of the nodes that are there, once there are enough of them."""
         here = self.roster.present(post, self.nodes, seconds)
-        if len(here) < self.needed:
+        sampled = self.strategy.sampled(len(here)) if here else 0
+        if sampled < self.needed:
+            share = f" (a round asks {sampled} of them)" if sampled < len(here) else ""
             raise QuorumError(
-                f"{len(here)} of {self.nodes} nodes are there after {seconds:g} seconds, "
+                f"{len(here)} of {self.nodes} nodes are there after {seconds:g} seconds{share}, "
                 f"{self.needed} are needed. The rounds before are kept; start the nodes and run "
                 "again"
             )
@@ -341,7 +343,7 @@ def _outcome(kept: Path | Exception) -> Outcome:
             raise kept
         return update_from(kept.read_bytes()), float("nan")
     except Exception as error:  # whatever a client may send
-        return error
+        return bare(error)
 
 
 def _packed(content: bytes) -> RecordDict:

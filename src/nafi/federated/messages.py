@@ -141,7 +141,7 @@ def write_state(
         "settings": dict(settings or {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as partial:
+    with atomic_path(path, private=True) as partial:
         save_file(_contiguous(tensors), partial, metadata={_KEY: json.dumps(told)})
 
 

@@ -1,8 +1,8 @@
 """Messages to Flower's nodes, and their replies.
 
-Hides: polling, nodes that go offline, replies that cannot be read. Promises: no call takes much
-longer than it was given; whatever a node sends, it is a reply or an exception, never the end of the
-run. A SuperLink that cannot be reached raises its own error.
+Hides: polling, nodes that go offline, replies that cannot be read or never become whole. Promises:
+no call takes much longer than it was given; whatever a node sends, it is a reply or an exception,
+never the end of the run. A SuperLink that cannot be reached ends it with an error that says so.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 import httpx
 from flwr.app import Message
@@ -23,9 +24,16 @@ log = logging.getLogger(__name__)
 # Flower forgets a message and its reply when their time is over; ours is kept by the server, so
 # theirs is longer. Clocks may differ by about as much.
 MORE_SECONDS = 3600.0
-# For a reply that is on its way when the time is over.
+# For a reply that is on its way: others wait so long for it, and so does the end of a round.
 _GRACE = 20.0
+_SUPERLINK_SECONDS = 600.0
 _POLL_SECONDS = 0.05, 2.0
+
+_Result = TypeVar("_Result")
+
+
+class NodeError(NafiError):
+    """A node cannot be sent a message."""
 
 
 class Post:
@@ -33,45 +41,39 @@ class Post:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
+        self._pulls: dict[str, Future[list[Message]]] = {}
 
     def nodes(self) -> dict[int, bytes]:
         """The nodes that are online, and the key that each has proven, if it has one."""
-        return {int(node.node_id): bytes(node.public_key) for node in self.grid.get_nodes()}
+        return {int(node.node_id): bytes(node.public_key) for node in _soon(self.grid.get_nodes)}
 
     def send(self, message: Message) -> str:
         """Send a message; returns its number."""
-        found = list(self.grid.push_messages([message]))
+        found = _soon(lambda: list(self.grid.push_messages([message])))
         if len(found) != 1 or not found[0]:
-            raise NafiError(
+            raise NodeError(
                 f"the SuperLink did not take the message to node {message.metadata.dst_node_id}; "
                 "its log says why"
             )
         return str(found[0])
 
-    def take(self, number: str, end: float) -> Message | Exception | None:
+    def take(self, number: str, patience: float = _GRACE) -> Message | Exception | None:
         """The reply to a message, if there is one.
 
-        end: when to give up a reply that has begun to come, by the monotonic clock
+        patience: seconds to wait for a reply that has begun to come; if it is not whole by then,
+            it comes on beside, and is only looked for the next time
         """
-        box: list[Any] = []
-
-        def pull() -> None:
-            try:
-                box.append(list(self.grid.pull_messages([number])))
-            except BaseException as error:  # told to whoever waits
-                box.append(error)
-
-        # Flower may wait for hours for a reply that was announced and is not sent.
-        thread = threading.Thread(target=pull, daemon=True)
-        thread.start()
-        thread.join(max(0.0, end - time.monotonic()) + _GRACE)
-        if not box:
-            return TimeoutError("its reply has begun to come, but is not whole")
-        found = box[0]
-        if isinstance(found, httpx.HTTPError) or not isinstance(found, Exception | list):
-            raise found
-        if isinstance(found, Exception):
-            return found  # what came cannot be read
+        pull = self._pulls.get(number)
+        if pull is None:
+            pull = self._pulls[number] = _begun(lambda: list(self.grid.pull_messages([number])))
+            wait([pull], patience)
+        if not pull.done():
+            return None
+        del self._pulls[number]
+        error = pull.exception()
+        if error is not None:
+            return _of_one_reply(error)
+        found = pull.result()
         ours = [reply for reply in found if reply.metadata.reply_to_message_id == number]
         for _ in range(len(found) - len(ours[:1])):
             log.warning("a reply to no open message is ignored")
@@ -88,16 +90,67 @@ class Post:
         left = dict(sent)
         pause, longest = _POLL_SECONDS
         while left:
-            late = time.monotonic() >= end
+            rest = end - time.monotonic()
             online = self.nodes()
             for number, node in list(left.items()):
-                if node not in online and not late:
-                    continue
-                found = self.take(number, end)
-                if found is not None:
-                    del left[number]
-                    yield number, found
-            if late:
-                return
+                if node in online or rest <= 0:
+                    found = self.take(number, max(0.0, min(_GRACE, end - time.monotonic())))
+                    if found is not None:
+                        del left[number]
+                        yield number, found
+            if rest <= 0:
+                break
             time.sleep(max(0.0, min(pause, end - time.monotonic())) if left else 0.0)
             pause = min(longest, 1.5 * pause)
+        yield from self._last(left)
+
+    def _last(self, left: Mapping[str, int]) -> Iterator[tuple[str, Message | Exception]]:
+        """What is on its way when the time is over, given the same grace for all."""
+        coming = {number: self._pulls[number] for number in left if number in self._pulls}
+        wait(coming.values(), _GRACE)
+        for number in coming:
+            found = self.take(number)
+            if self._pulls.pop(number, None) is not None:
+                found = TimeoutError("its reply has begun to come, but is not whole")
+            if found is not None:
+                yield number, found
+
+
+def _begun(work: Callable[[], _Result]) -> Future[_Result]:
+    """Work in a thread that nobody need wait for: Flower's calls may take hours, or never end."""
+    future: Future[_Result] = Future()
+
+    def done() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=done, daemon=True).start()
+    return future
+
+
+def _soon(work: Callable[[], _Result]) -> _Result:
+    """What the SuperLink answers, if it does."""
+    future = _begun(work)
+    wait([future], _SUPERLINK_SECONDS)
+    if not future.done():
+        raise NafiError(
+            f"the SuperLink has not answered for {_SUPERLINK_SECONDS:g} seconds. The rounds before "
+            "are kept; start it and run again"
+        )
+    return future.result()
+
+
+def _of_one_reply(error: BaseException) -> Exception:
+    """An error that says something of one reply; any other is raised, as it is the SuperLink's."""
+    of_link = isinstance(error, httpx.HTTPError) and not isinstance(error, httpx.HTTPStatusError)
+    if of_link or not isinstance(error, Exception):
+        raise error
+    return bare(error)
+
+
+def bare(error: Exception) -> Exception:
+    """An error that holds on to nothing of what a client sent."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)

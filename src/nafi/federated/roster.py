@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 
-from nafi.errors import NafiError
-from nafi.federated.post import MORE_SECONDS, Post
+from nafi.federated.post import MORE_SECONDS, NodeError, Post
 
 log = logging.getLogger(__name__)
 RECORD, _NAME = "nafi", "name"
+_ASK_AGAIN = 60.0  # seconds
 
 
 def introduction(name: str) -> RecordDict:
@@ -30,7 +30,7 @@ class Roster:
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         self._keys: dict[str, bytes] = {}
-        self._questions: dict[str, int] = {}
+        self._questions: dict[str, tuple[int, float]] = {}  # node, and when it was asked
 
     @property
     def nodes(self) -> dict[str, int]:
@@ -52,17 +52,20 @@ class Roster:
     def _introduced(self, post: Post) -> list[str]:
         """The names of the nodes that are online; those that are new are asked."""
         online = post.nodes()
-        for node in sorted(set(online) - set(self.names) - set(self._questions.values())):
+        # A node that was started again has lost the question.
+        late = time.monotonic() - _ASK_AGAIN
+        self._questions = {n: q for n, q in self._questions.items() if q[1] > late}
+        asked = {node for node, _ in self._questions.values()}
+        for node in sorted(set(online) - set(self.names) - asked):
             question = Message(
                 RecordDict(), node, MessageType.QUERY, ttl=MORE_SECONDS, group_id="names"
             )
             try:
-                self._questions[post.send(question)] = node
-            except NafiError:  # it has gone since it was last seen
+                self._questions[post.send(question)] = node, time.monotonic()
+            except NodeError:  # it has gone since it was last seen
                 continue
-        asked = [(number, node) for number, node in self._questions.items() if node in online]
-        for number, node in asked:
-            reply = post.take(number, time.monotonic())
+        for number, (node, _) in list(self._questions.items()):
+            reply = post.take(number, patience=1.0) if node in online else None
             if reply is not None:
                 del self._questions[number]
                 self._enter(node, reply, online)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -19,9 +19,10 @@ from typing import Any
 from torch import nn
 
 from nafi.errors import InputError, NafiError, few
-from nafi.federated.acceptance import Acceptance, QuorumError, Shapes, UpdateError, shapes_of
+from nafi.federated.acceptance import Acceptance, QuorumError, Shapes, shapes_of
 from nafi.federated.messages import check_state, read_state, write_state
-from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of
+from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of, tensors_of
+from nafi.files import remove_leftovers
 from nafi.graph.spec import holds_numbers
 
 log = logging.getLogger(__name__)
@@ -58,14 +59,16 @@ class Round:
     tasks: dict[str, Task] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    classes: int | None = None
     down: int = 0
     up: int = 0
 
     def __post_init__(self) -> None:
         self.started = time.perf_counter()
         self.needed = self.acceptance.needed(len(self.clients))
-        self.shapes: Shapes = shapes_of(self.strategy.architecture, self.state.form)
+        architecture, form = self.strategy.architecture, self.state.form
+        self.shapes: Shapes = shapes_of(architecture, form)
+        model, spec = architecture.network(form)
+        self.own = {n: t for n, t in tensors_of(model, spec.axes).items() if not holds_numbers(t)}
         self.done = self.state.round * len(self.clients)
         self.total = self.strategy.rounds * len(self.clients)
         self.tell(self.label, self.done, self.total)
@@ -110,8 +113,8 @@ class Round:
                 if isinstance(outcome, Exception):
                     raise outcome
                 update, loss = outcome
-                self.acceptance.check(update, client, self.tasks.pop(client), self.shapes)
-                self._check_alike(update)
+                task = self.tasks.pop(client)
+                self.acceptance.check(update, client, task, self.shapes)
             except Exception as error:  # whatever went wrong on the client's side
                 self.refused[client] = _short(f"{type(error).__name__}: {error}")
                 log.warning("%s: client %s refused: %s", self.label, client, self.refused[client])
@@ -121,14 +124,15 @@ class Round:
             self.losses.append(loss)
             told = f", loss {loss:.3f}" if isfinite(loss) else ""
             self.tell(f"{self.label}, client {client}{told}", self.done, self.total)
-            yield update
+            yield self._numbers_of(update, task)
 
-    def _check_alike(self, update: Update) -> None:
-        """Refuse an update that counts other classes than those before it."""
-        classes = None if update.class_counts is None else len(update.class_counts)
-        if self.losses and classes != self.classes:
-            raise UpdateError(f"class counts: found {classes}, the clients before {self.classes}")
-        self.classes = classes
+    def _numbers_of(self, update: Update, task: Task) -> Update:
+        """The update with counters and indices as they were sent.
+
+        They cannot be averaged: one client's would be everybody's.
+        """
+        fixed = {n: task.tensors.get(n, t) for n, t in self.own.items() if n in update.tensors}
+        return replace(update, tensors={**update.tensors, **fixed})
 
     def _check_quorum(self, cause: Exception | None = None) -> None:
         if len(self.losses) < self.needed:
@@ -160,11 +164,11 @@ def conduct(
     strategy: Strategy,
     clients: Callable[[], Sequence[str]],
     carry: Callable[[Round], tuple[State, Record]],
+    acceptance: Acceptance,
     *,
     evaluate: Evaluate | None = None,
     checkpoint: Path | None = None,
     resume: bool = False,
-    acceptance: Acceptance | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Run a strategy to its end.
@@ -176,6 +180,8 @@ def conduct(
     """
     state = strategy.start()
     records: Records = []
+    if checkpoint is not None:
+        remove_leftovers(checkpoint)
     if checkpoint is not None and resume and checkpoint.exists():
         state, records, settings = read_state(checkpoint)
         _check_same_run(checkpoint, settings, strategy.settings())
@@ -184,7 +190,7 @@ def conduct(
     tell = progress or (lambda step, done, total: None)
     while not strategy.finished(state):
         chosen = strategy.select(state, clients())
-        round = Round(strategy, state, chosen, acceptance or Acceptance(), tell)
+        round = Round(strategy, state, chosen, acceptance, tell)
         state, record = carry(round)
         record["widths"] = list(state.form.widths.values())
         if evaluate is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,7 +46,8 @@ def simulate(
     evaluate: looks at the global model after each round; its numbers go into the round's record
     checkpoint: a file that holds the run after each round; resume: go on with it if it exists
     acceptance: which updates are used, and how many a round needs; by default every client must
-        deliver one that can be used, or the run ends with a `QuorumError`
+        deliver one that can be used, or the run ends with a `QuorumError`. Its classes are by
+        default those of `work`, if that is a `Trainer`
     progress: called with (what is done, steps done, steps in all)
 
     A record has the round, its clients, who was refused and why, bytes down and up, counted from
@@ -55,15 +57,18 @@ def simulate(
     names = list(clients)
     if not names or len(set(names)) < len(names):
         raise InputError(f"clients: found {names!r}, expected names that differ")
+    rules = acceptance or Acceptance()
+    if rules.classes is None:
+        rules = replace(rules, classes=getattr(work, "classes", None))
     with _crew(work, workers) as crew:
         return conduct(
             strategy,
             lambda: names,
             lambda round: round.finish(crew(round.given())),
+            rules,
             evaluate=evaluate,
             checkpoint=checkpoint,
             resume=resume,
-            acceptance=acceptance,
             progress=progress,
         )
 

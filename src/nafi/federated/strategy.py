@@ -21,6 +21,7 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Architecture, Form, Tensors
 from nafi.federated.randomness import derived_seed
 from nafi.federated.training import Training
+from nafi.graph.trace import named_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +139,13 @@ class Strategy(ABC):
         """Whether all rounds are done."""
         return state.round >= self.rounds
 
+    def sampled(self, clients: int) -> int:
+        """How many take part in a round, of those that are there."""
+        return max(1, round(self.fraction * clients))
+
     def select(self, state: State, clients: Sequence[str]) -> list[str]:
         """Who takes part in the next round, in the order of the clients."""
-        count = max(1, round(self.fraction * len(clients)))
+        count = self.sampled(len(clients))
         if count == len(clients):
             return list(clients)
         rng = np.random.default_rng([self.seed, state.round])
@@ -175,6 +180,12 @@ def class_table(members: Sequence[Update | Member]) -> list[tuple[int, ...]] | N
 def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of their own memory, detached, contiguous and on the CPU."""
     return {n: torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for n, t in tensors.items()}
+
+
+def tensors_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """Copies of a model's tensors."""
+    found = named_tensors(model)
+    return plain({name: found[name] for name in names})
 
 
 Records = list[dict[str, Any]]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from nafi.errors import InputError, few
+from nafi.errors import InputError, unlike
 from nafi.graph.spec import holds_numbers
 from nafi.graph.trace import named_tensors
 
@@ -91,10 +91,9 @@ def _check_same_tensors(
     state: dict[str, Tensor], label: str, first: dict[str, Tensor], first_label: str
 ) -> None:
     advice = "; only models of one architecture can be fused"
-    missing, extra = [k for k in first if k not in state], [k for k in state if k not in first]
-    if missing or extra:
-        found = [f"lacks {few(missing)}"] * bool(missing) + [f"has {few(extra)}"] * bool(extra)
-        raise InputError(f"{label} {' and '.join(found)}, unlike {first_label}{advice}")
+    told = unlike(state, first)
+    if told:
+        raise InputError(f"{label} {told}, unlike {first_label}{advice}")
     for name, tensor in state.items():
         if tensor.dtype != first[name].dtype:
             raise InputError(
