@@ -134,3 +134,12 @@ def test_a_log_gets_lines_of_what_was_finished(
             told(step, done, 9)
     lines = ["nafi: 2 of 9 after 0.2 min: b", "nafi: 4 of 9 after 1.5 min: d"]
     assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_help_says_what_arguments_are() -> None:
+    for command, words in {
+        "fuse": "Two or more files",
+        "run": "A name from --list",
+        "report": "A folder of records",
+    }.items():
+        assert words in run(command, "--help").stdout

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import nafi
+from nafi.checkpoints import read
 from nafi.cli import main
 from tests.pages import Page
 from tests.test_cli import run
@@ -87,12 +88,14 @@ def test_a_fused_file_runs_at_its_new_widths(folder: Path, monkeypatch: pytest.M
 
 
 def test_json_and_options(folder: Path) -> None:
+    options = ["--max-width", "1.5x", "--option", "mass=2.0", "--option", "restore_norm=False"]
     code, out, err = fused(
-        folder, "--json", "--method", "pfnm", "--max-width", "1.5x", "--option", "mass=2.0"
+        folder, "--json", "--method", "pfnm", *options, "--sample-counts", "10,20,30"
     )
     assert code == 0, err
     told = json.loads(out)
-    assert told["options"] == {"mass": 2.0, "max_width": 1.5}
+    assert told["options"] == {"mass": 2.0, "max_width": 1.5, "restore_norm": False}
+    assert read(folder / "g.safetensors")[1].sample_count == 60
     assert [row["width"] for row in told["groups"]] == [15, 12]
     assert [sum(row["shared"]) for row in told["groups"]] == [15, 12]
 
@@ -163,6 +166,20 @@ def spoil(folder: Path, what: str) -> list[str]:
             options["--method"] = "ensemble"
         case "width":
             options["--max-width"] = "3y"
+        case "page":
+            options["--report"] = "a.safetensors"
+        case "same":
+            options |= {"--out": "g.html", "--report": "g.html"}
+        case "suffix":
+            options["--out"] = "g.pt"
+        case "page suffix":
+            options["--report"] = "page.pdf"
+        case "twice":
+            options |= {"--penalty": "0.4", "--option": "penalty=0.1"}
+        case "moments":
+            options["--option"] = "input_moments=3"
+        case "samples":
+            options["--sample-counts"] = "3,x"
     if what.startswith("counts"):
         options["--class-counts"] = "counts.json"
     return ["fuse", *files, *(part for pair in options.items() for part in pair)]
@@ -192,6 +209,13 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("method", r"found 'magic', expected one of"),
         ("ensemble", r"several models"),
         ("width", r"--max-width: found '3y'"),
+        ("page", r"--report: a\.safetensors is one of the checkpoints"),
+        ("same", r"--out: found g\.html, expected .*\.safetensors"),
+        ("suffix", r"--out: found g\.pt, expected a name that ends in \.safetensors"),
+        ("page suffix", r"--report: found page\.pdf, expected a name that ends in \.html"),
+        ("twice", r"penalty is given twice"),
+        ("moments", r"input_moments: expected a list with a dict"),
+        ("samples", r"--sample-counts: found '3,x'"),
     ],
 )
 def test_bad_input_is_told_in_a_line_or_two(

@@ -81,7 +81,7 @@ def run(folder: Path, fault: str | None = None) -> tuple[float, float, Records]:
         seconds = time.monotonic() - start
         sys.path.insert(0, str(app))
         try:
-            task = importlib.import_module("app.task")
+            task = importlib.import_module("app_digits.task")
             model = nafi.load(federation.folder / "digits.safetensors", task.network)
             check(model, expected(task, missing))
             return float(task.evaluate(model)["accuracy"]), seconds, _records(federation)

@@ -547,5 +547,10 @@ def test_an_app_is_told_what_to_do_by_its_configuration(tmp_path: Path) -> None:
     server(grid(), Context(1, 0, {}, RecordDict(), told))
     assert len(seen) == ROUNDS
     assert_equal(load(out).state_dict(), reference("layerwise"))
-    with pytest.raises(InputError, match="penlty"):
-        server(grid(), Context(1, 0, {}, RecordDict(), {**told, "nafi.penlty": 1.0}))
+    for name, why in {
+        "penlty": "no setting 'penlty'; did you mean penalty",
+        "quorom": "did you mean quorum",
+        "zzz": "there are quorum, .* rounds, .* penalty",
+    }.items():
+        with pytest.raises(InputError, match=why):
+            server(grid(), Context(1, 0, {}, RecordDict(), {**told, f"nafi.{name}": 1.0}))

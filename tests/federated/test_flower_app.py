@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import nafi
 from nafi.cli.app import app as cli
-from nafi.federated import Architecture, Trainer, Training, make_strategy, simulate
+from nafi.federated import Acceptance, Architecture, Trainer, Training, make_strategy, simulate
 from nafi.federated.flower import Federation
 from tests.federated.grids import LocalGrid, Node
 
@@ -34,12 +34,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
-    for name in [name for name in sys.modules if name == "app" or name.startswith("app.")]:
+    for name in [name for name in sys.modules if name.startswith("app_my_digits")]:
         del sys.modules[name]
 
 
 def module(name: str) -> ModuleType:
-    return importlib.import_module(f"app.{name}")
+    return importlib.import_module(f"app_my_digits.{name}")
 
 
 def reference() -> dict[str, torch.Tensor]:
@@ -55,6 +55,7 @@ def reference() -> dict[str, torch.Tensor]:
 def test_the_app_is_named_after_its_folder(written: Path) -> None:
     assert 'name = "my-digits"' in (written / "pyproject.toml").read_text()
     assert (written / "README.md").read_text().startswith("# my-digits")
+    assert not [p for p in written.rglob("*.*") if "PACKAGE" in p.read_text(errors="replace")]
 
 
 def test_the_app_comes_to_the_model_of_a_run_in_one_process(written: Path, tmp_path: Path) -> None:
@@ -79,7 +80,9 @@ def test_flowers_simulation_comes_to_the_model_of_a_run_in_one_process(
     task = module("task")
     architecture = Architecture(task.network, task.INPUTS)
     strategy = make_strategy("layerwise", architecture, Training(**SETTINGS), **OPTIONS)
-    federation = Federation(strategy, nodes=3, wait=120.0, deadline=120.0)
+    federation = Federation(
+        strategy, nodes=3, wait=120.0, deadline=120.0, acceptance=Acceptance(classes=10)
+    )
     server = ServerApp()
 
     @server.main()

@@ -193,8 +193,12 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="of another run: network was 6 tensors"):
         simulate(wider, clients, work(wider), checkpoint=file, resume=True)
     longer = make_strategy("fedavg", small(), strategy.training, rounds=ROUNDS + 2, seed=1)
-    run = simulate(longer, clients, work(longer), checkpoint=file, resume=True)
+    with pytest.raises(InputError, match="exists already: resume it"):
+        simulate(longer, clients, work(longer), checkpoint=file)
+    run = simulate(longer, clients, work(longer), checkpoint=str(file), resume=True)
     assert len(run.records) == ROUNDS + 2  # more rounds of the same run are welcome
+    with pytest.raises(InputError, match="holds 6 rounds, more than the 4 asked for"):
+        simulate(strategy, clients, work(strategy), checkpoint=file, resume=True)
 
 
 class Broken:

@@ -12,6 +12,7 @@ from nafi.errors import InputError, NafiError
 from nafi.federated import (
     STRATEGIES,
     FusionRounds,
+    Samples,
     Strategy,
     Trainer,
     Training,
@@ -29,7 +30,7 @@ from nafi.federated.messages import (
 )
 from nafi.federated.strategy import size_of
 from nafi.graph.trace import named_tensors
-from tests.federated.networks import CLASSES, accuracy, blobs, population, small
+from tests.federated.networks import CLASSES, FEATURES, accuracy, blobs, population, small
 
 TRAINING = Training(epochs=2, batch=8, rate=0.05, momentum=0.9)
 ROUNDS = 4
@@ -167,6 +168,43 @@ def test_unknown_strategies_and_bad_numbers_are_named() -> None:
             made("match-then-average", **wrong)
     with pytest.raises(InputError, match="differ"):
         simulate(made("fedavg"), ["a", "a"], trainer(made("fedavg")))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("fedavg", {"rounds": "six"}),
+        ("fedavg", {"rounds": 2.5}),
+        ("fedavg", {"fraction": "x"}),
+        ("fedavg", {"fraction": True}),
+        ("fedavg", {"seed": -1}),
+        ("fedavg", {"seed": "x"}),
+        ("fedavg", {"class_shares": "no"}),
+        ("layerwise", {"freeze": "no"}),
+        ("layerwise", {"batchnorm": "x"}),
+        ("layerwise", {"restore_norm": "foo"}),
+        ("layerwise", {"max_width": 2}),
+        ("layerwise", {"max_width": 0.5}),
+        ("layerwise", {"max_width": {"one": 3}}),
+        ("match-then-average", {"max_width": 2}),
+        ("match-then-average", {"restore_norm": "foo"}),
+    ],
+)
+def test_settings_of_another_kind_are_refused_before_any_round(
+    name: str, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        made(name, **wrong)
+
+
+def test_a_limit_below_some_layers_may_still_be_right() -> None:
+    """The wider ones might keep their width for reasons of their own."""
+    assert made("layerwise", max_width=4).max_width == 4
+
+
+def test_samples_have_as_many_labels_as_inputs() -> None:
+    with pytest.raises(InputError, match="found 40 inputs, 30 labels"):
+        Samples(torch.zeros(40, FEATURES), torch.zeros(30))
 
 
 def test_fedavg_is_the_mean_by_samples() -> None:

@@ -20,10 +20,10 @@ _SUFFIX = ".tmpl"
 _FILES = (
     "pyproject.toml",
     "README.md",
-    "app/__init__.py",
-    "app/task.py",
-    "app/client_app.py",
-    "app/server_app.py",
+    "package/__init__.py",
+    "package/task.py",
+    "package/client_app.py",
+    "package/server_app.py",
 )
 
 
@@ -37,10 +37,13 @@ def new(
         raise InputError(f"{folder}: its name makes no name for an app; use letters and digits")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} is there already; choose a folder that is new or empty")
+    # Of its own for each app: Ray's workers may find another app's package of the same name.
+    package = f"app_{name.replace('-', '_')}"
     source = files("nafi.cli") / "flower_app"
     for path in _FILES:
-        text = (source / f"{path}{_SUFFIX}").read_text(encoding="utf-8").replace("NAME", name)
-        target = folder / path
+        text = (source / f"{path}{_SUFFIX}").read_text(encoding="utf-8")
+        text = text.replace("NAME", name).replace("PACKAGE", package)
+        target = folder / path.replace("package", package)
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(target) as partial:
             partial.write_text(text, encoding="utf-8")

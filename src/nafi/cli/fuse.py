@@ -47,6 +47,10 @@ def fuse(
         Path | None,
         typer.Option(help="JSON: for each checkpoint the samples per class, [[...], ...]."),
     ] = None,
+    sample_counts: Annotated[
+        str | None,
+        typer.Option(help="Samples of each checkpoint, like 120,80,40, if there are no classes."),
+    ] = None,
     batchnorm: Annotated[str, typer.Option(help="attach or fold.")] = "attach",
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides the order of the models.")] = 0,
@@ -60,22 +64,22 @@ def fuse(
     from nafi.fusion import fuse as fuse_models
     from nafi.fusion.base import fuser_named
 
+    _check_targets(out, report, checkpoints)
     for target in filter(None, [out, report]):
         check_writable(target, force)
-    if out.resolve() in [path.resolve() for path in checkpoints]:
-        raise InputError(f"--out: {out} is one of the checkpoints; give another name")
     options = _method_options(penalty, evidence, max_width, option or [])
     fuser_named(method, options)  # before any file is read
     with told_warnings():
         files = load_clients(checkpoints, model, input_shape or [])
     counts = read_json(class_counts) if class_counts is not None else files.class_counts
+    samples = files.sample_counts if sample_counts is None else _numbers(sample_counts)
     with told_warnings(), progress_bar(as_json) as progress:
         result = fuse_models(
             files.models,
             files.example_inputs,
             method=method,
             class_counts=counts,
-            sample_counts=files.sample_counts,
+            sample_counts=samples,
             seed=seed,
             batchnorm=batchnorm,
             names=[str(path) for path in checkpoints],
@@ -90,10 +94,32 @@ def fuse(
         class_counts=None
         if counts is None
         else [sum(column) for column in zip(*counts, strict=True)],
-        sample_count=None if files.sample_counts is None else sum(files.sample_counts),
+        sample_count=None if samples is None else sum(samples),
         overwrite=force,
     )
     _tell(result, out, report, as_json)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"--sample-counts: found {text!r}, expected numbers like 120,80,40"
+        ) from None
+
+
+def _check_targets(out: Path, report: Path | None, checkpoints: list[Path]) -> None:
+    """Refuse files that would be written over each other, or that are not what they are called."""
+    taken = {path.resolve(): "one of the checkpoints" for path in checkpoints}
+    for option, path, suffix in [("--out", out, ".safetensors"), ("--report", report, ".html")]:
+        if path is None:
+            continue
+        if path.resolve() in taken:
+            raise InputError(f"{option}: {path} is {taken[path.resolve()]}; give another name")
+        if path.suffix != suffix:
+            raise InputError(f"{option}: found {path}, expected a name that ends in {suffix}")
+        taken[path.resolve()] = option
 
 
 def _tell(result: FusionResult, out: Path, report: Path | None, as_json: bool) -> None:
@@ -128,19 +154,22 @@ def _method_options(
         if not found:
             raise InputError(f"--option: found {text!r}, expected NAME=VALUE")
         try:
-            options[name.replace("-", "_")] = json.loads(value)
+            options[name.replace("-", "_")] = json.loads(_WORDS.get(value, value))
         except ValueError:
             options[name.replace("-", "_")] = value
-    if penalty is not None:
-        options["penalty"] = penalty
-    if evidence is not None:
-        options["evidence"] = evidence
+    own: dict[str, Any] = {"penalty": penalty, "evidence": evidence, "max_width": max_width}
     if max_width is not None:
         try:
             factor = max_width.endswith("x")
-            options["max_width"] = float(max_width[:-1]) if factor else int(max_width)
+            own["max_width"] = float(max_width[:-1]) if factor else int(max_width)
         except ValueError:
             raise InputError(
                 f"--max-width: found {max_width!r}, expected neurons like 300 or a factor like 2.5x"
             ) from None
-    return options
+    for name in own:
+        if own[name] is not None and name in options:
+            raise InputError(f"{name} is given twice, once as --option; give it once")
+    return options | {name: value for name, value in own.items() if value is not None}
+
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}

@@ -21,8 +21,10 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Form
 from nafi.federated.strategy import State, Strategy, Task, Update, class_table, tensors_of
 from nafi.fusion import fuse
+from nafi.fusion.base import check_switch
 from nafi.fusion.merge import check_class_axis, class_axis
 from nafi.fusion.screen import Screen, real
+from nafi.fusion.widths import check_max_width
 from nafi.graph.spec import ModelSpec, holds_numbers, widened
 
 AVERAGE = "fedavg"
@@ -47,6 +49,11 @@ class FusionRounds(Strategy):
     shared_start: bool = True
     class_shares: bool = False
     screen: Screen = field(default_factory=Screen)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_switch(self.class_shares, "class_shares")
+        check_max_width(self.options.get("max_width"), self.architecture.spec)
 
     def start(self) -> State:
         form = self.architecture.form

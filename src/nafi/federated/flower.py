@@ -11,6 +11,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import chain, repeat
 from math import inf
 from pathlib import Path
@@ -29,7 +30,7 @@ from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.privacy import Noise
 from nafi.federated.run import Evaluate, Outcome, Round, Run, conduct
 from nafi.federated.samples import Samples
-from nafi.federated.strategies import make_strategy
+from nafi.federated.strategies import STRATEGIES, make_strategy, option_names
 from nafi.federated.strategy import State, Strategy
 from nafi.federated.training import Loss, Training
 from nafi.files import check_writable
@@ -61,6 +62,10 @@ _KEY = "message"
 _KIND = "nafi.safetensors"
 # A message has a header beside its tensors: names, shapes, counts.
 _HEADER_BYTES = 2**24
+# What an app's configuration may hold, beside the options of its strategy.
+_OF_ACCEPTANCE = "quorum", "max_bytes", "max_norm"
+_OF_FEDERATION = "nodes", "wait", "deadline"
+_OTHERS = "rounds", "seed", "fraction", "checkpoint", "out"
 
 
 def client_app(
@@ -171,11 +176,12 @@ def _federation(
 ) -> tuple[Path, Federation]:
     """A federation as an app's settings tell, and where its model goes."""
     given = dict(told)
-    out = Path(str(given.pop("out", "global.safetensors")))
-    rules = {n: given.pop(n) for n in ("quorum", "max_bytes", "max_norm") if n in given}
-    ours = {n: given.pop(n) for n in ("nodes", "wait", "deadline") if n in given}
-    checkpoint = given.pop("checkpoint", None)
     name = str(given.pop("strategy", "layerwise"))
+    _check_settings(name, given)
+    out = Path(str(given.pop("out", "global.safetensors")))
+    rules = {n: given.pop(n) for n in _OF_ACCEPTANCE if n in given}
+    ours = {n: given.pop(n) for n in _OF_FEDERATION if n in given}
+    checkpoint = given.pop("checkpoint", None)
     strategy = make_strategy(name, architecture, Training(), **{"rounds": 1, **given})
     federation = Federation(
         strategy,
@@ -184,6 +190,17 @@ def _federation(
         **ours,
     )
     return out, federation
+
+
+def _check_settings(strategy: str, given: Mapping[str, Any]) -> None:
+    if strategy not in STRATEGIES:
+        raise InputError(f"strategy: found {strategy!r}, expected one of {', '.join(STRATEGIES)}")
+    known = [*_OF_ACCEPTANCE, *_OF_FEDERATION, *_OTHERS, *option_names(strategy)]
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            told = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise InputError(f"strategy {strategy} has no setting {name!r}; {told}")
 
 
 class Federation(FlowerStrategy):

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from nafi.errors import InputError
 from nafi.federated.architecture import Form, Tensors, load_tensors
 from nafi.federated.strategy import Member, State, Strategy, Task, Update, class_table
+from nafi.fusion.base import check_switch
 from nafi.fusion.clients import check_clients
 from nafi.fusion.descent import Descent, Matcher, in_place, next_group
 from nafi.fusion.merge import merge
-from nafi.fusion.networks import Networks, prepare
+from nafi.fusion.networks import Networks, check_batchnorm, prepare
 from nafi.fusion.screen import Screen
-from nafi.fusion.widths import MaxWidth, width_limits
+from nafi.fusion.widths import MaxWidth, check_max_width, width_limits
 from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
 from nafi.graph.lift import Positions, bias_of, lift, lifted_rows, row_axes
 from nafi.graph.spec import ModelSpec
@@ -59,6 +60,13 @@ class Layerwise(Strategy):
     restore_norm: bool = True
     batchnorm: str = "attach"
     screen: Screen = field(default_factory=Screen)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_switch(self.freeze, "freeze")
+        check_switch(self.restore_norm, "restore_norm")
+        check_batchnorm(self.batchnorm)
+        check_max_width(self.max_width, self.architecture.spec)
 
     def start(self) -> State:
         return State(0, self.architecture.form)

@@ -156,8 +156,9 @@ class Round:
 
 def _short(text: str) -> str:
     """A text that comes from a client, fit for a line of a log and for a record."""
-    line = "".join(c if c.isprintable() else " " for c in text[:_LONGEST])
-    return line + "..." if len(text) > _LONGEST else line
+    if len(text) > _LONGEST:  # the end of a traceback says what it was
+        text = f"{text[: _LONGEST // 3]} ... {text[-2 * _LONGEST // 3 :]}"
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def conduct(
@@ -182,10 +183,17 @@ def conduct(
     records: Records = []
     if checkpoint is not None:
         remove_leftovers(checkpoint)
-    if checkpoint is not None and resume and checkpoint.exists():
+    if checkpoint is not None and checkpoint.exists():
+        if not resume:
+            raise InputError(f"{checkpoint} exists already: resume it, or give another name")
         state, records, settings = read_state(checkpoint)
         _check_same_run(checkpoint, settings, strategy.settings())
         check_state(state, strategy.architecture)
+        if state.round > strategy.rounds:
+            raise InputError(
+                f"{checkpoint} holds {state.round} rounds, more than the {strategy.rounds} asked "
+                "for; give another checkpoint, or remove it"
+            )
         log.info("%s holds %d of %d rounds", checkpoint, state.round, strategy.rounds)
     tell = progress or (lambda step, done, total: None)
     while not strategy.finished(state):

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nafi.errors import InputError
+
 
 @dataclass(frozen=True, eq=False)
 class Samples:
@@ -22,6 +24,10 @@ class Samples:
 
     inputs: Tensor
     labels: Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.labels):
+            raise InputError(f"samples: found {len(self.inputs)} inputs, {len(self.labels)} labels")
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -34,7 +34,7 @@ def simulate(
     *,
     workers: int = 1,
     evaluate: Evaluate | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: Path | str | None = None,
     resume: bool = False,
     acceptance: Acceptance | None = None,
     progress: Progress | None = None,
@@ -67,7 +67,7 @@ def simulate(
             lambda round: round.finish(crew(round.given())),
             rules,
             evaluate=evaluate,
-            checkpoint=checkpoint,
+            checkpoint=None if checkpoint is None else Path(checkpoint),
             resume=resume,
             progress=progress,
         )

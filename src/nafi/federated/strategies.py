@@ -18,12 +18,14 @@ from nafi.federated.strategy import Strategy
 from nafi.federated.training import Training
 from nafi.fusion import FUSERS
 from nafi.fusion.base import fuser_named
+from nafi.fusion.bayesian import Settings
 from nafi.fusion.descent import Matcher
 from nafi.fusion.screen import Screen
 
 STRATEGIES = ("fedavg", "fedprox", "ot", "rebasin", "match-then-average", "layerwise")
 _OF_TRAINING = tuple(f.name for f in fields(Training))
 _OF_MATCHER = tuple(f.name for f in fields(Matcher) if f.name != "seed")
+_OF_SETTINGS = tuple(f.name for f in fields(Settings))
 _OF_SCREEN = tuple(f.name for f in fields(Screen))
 _OF_LAYERWISE = ("method", "freeze", "max_width", "restore_norm", "batchnorm")
 
@@ -66,7 +68,7 @@ def make_strategy(
     common = (architecture, chosen, rounds, seed, fraction)
     if name == "layerwise":
         return _layerwise(common, given)
-    shares = bool(given.pop("class_shares", False))
+    shares = given.pop("class_shares", False)
     if name in ("fedavg", "fedprox"):
         return FusionRounds(*common, class_shares=shares, screen=Screen(**given))
     method = given.pop("method", "nafi") if name == "match-then-average" else name
@@ -89,6 +91,7 @@ def _check_fuser(method: str, options: Mapping[str, Any]) -> None:
     fuser_named(method, options)
     if method in ("nafi", "pfnm"):
         Matcher(**{key: options[key] for key in _OF_MATCHER if key in options})
+        Settings(**{key: options[key] for key in _OF_SETTINGS if key in options})
 
 
 def option_names(name: str) -> list[str]:

@@ -21,6 +21,7 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Architecture, Form, Tensors
 from nafi.federated.randomness import derived_seed
 from nafi.federated.training import Training
+from nafi.fusion.base import check_whole
 from nafi.graph.trace import named_tensors
 
 
@@ -98,10 +99,11 @@ class Strategy(ABC):
     fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise InputError(f"rounds: found {self.rounds}, expected at least 1")
-        if not 0 < self.fraction <= 1:
-            raise InputError(f"fraction: found {self.fraction}, expected more than 0, at most 1")
+        check_whole(self.rounds, "rounds", 1)
+        check_whole(self.seed, "seed", 0)
+        share = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
+        if not share or not 0 < self.fraction <= 1:
+            raise InputError(f"fraction: found {self.fraction!r}, expected more than 0, at most 1")
 
     @abstractmethod
     def start(self) -> State:

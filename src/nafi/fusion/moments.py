@@ -94,7 +94,8 @@ def check_moments(
     if given is None:
         return {}
     clients = networks.clients
-    if isinstance(given, Mapping) or len(given) != len(clients):
+    listed = isinstance(given, Sequence) and all(isinstance(own, Mapping) for own in given)
+    if not listed or len(given) != len(clients):
         raise InputError(
             f"input_moments: expected a list with a dict for each of the {len(clients)} models"
         )

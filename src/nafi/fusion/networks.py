@@ -114,8 +114,7 @@ def prepare(
     clients: Clients, example_inputs: Inputs, spec: ModelSpec | None, batchnorm: str
 ) -> Networks:
     """Find the groups, fit them to every client and fold batch normalisation."""
-    if batchnorm not in BATCHNORM:
-        raise InputError(f"batchnorm: found {batchnorm!r}, expected one of {', '.join(BATCHNORM)}")
+    check_batchnorm(batchnorm)
     first = clients.models[0]
     known = groups(first, example_inputs) if spec is None else spec
     if known.example_inputs is None:
@@ -134,6 +133,12 @@ def prepare(
         batchnorm,
         frozenset(name for name, _ in folded[0][0].named_parameters(remove_duplicate=False)),
     )
+
+
+def check_batchnorm(value: str) -> None:
+    """Refuse anything but the ways to treat batch normalisation."""
+    if value not in BATCHNORM:
+        raise InputError(f"batchnorm: found {value!r}, expected one of {', '.join(BATCHNORM)}")
 
 
 def _folded(

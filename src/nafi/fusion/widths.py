@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from nafi.errors import InputError, SpecError
 from nafi.fusion.networks import Networks
 from nafi.graph.rebuild import rebuild
+from nafi.graph.spec import ModelSpec
 
 MaxWidth = int | float | Mapping[str, "int | float"] | None
 
@@ -47,6 +48,17 @@ def width_limits(networks: Networks, max_width: MaxWidth) -> dict[str, int]:
             given = max_width.get(name) if isinstance(max_width, Mapping) else max_width
             limits[name] = _limit(given, name, local)
     return limits
+
+
+def check_max_width(max_width: MaxWidth, spec: ModelSpec) -> None:
+    """Refuse before any work a limit that no group of clients of this network could keep."""
+    named = max_width if isinstance(max_width, Mapping) else dict.fromkeys(spec.groups, max_width)
+    widths = {name: spec.group(name).width for name in named}
+    if named and not isinstance(max_width, Mapping):
+        narrowest = min(widths, key=lambda name: widths[name])
+        named = {narrowest: max_width}
+    for name, given in named.items():
+        _limit(given, name, [widths[name]])
 
 
 def _limit(given: int | float | None, name: str, local: list[int]) -> int:
