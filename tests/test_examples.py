@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -59,3 +60,16 @@ def test_monai_unet() -> None:
     alone = max(value for name, value in found.items() if name.startswith("client"))
     assert found["nafi, then averaged, round 4"] > alone + 20
     assert found["nafi, then averaged, round 4"] > found["nafi, then averaged, round 1"] + 20
+
+
+def test_the_first_program_of_the_documentation_runs(tmp_path: Path) -> None:
+    text = (EXAMPLES.parent / "docs" / "federated.md").read_text(encoding="utf-8")
+    program = text.split("```python\n")[1].split("```")[0]
+    program += "\nprint([record['neurons'] for record in run.records])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    widths = json.loads(done.stdout.splitlines()[-1])
+    assert len(widths) == 2
+    assert all(30 <= width <= 60 for width in widths)
