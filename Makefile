@@ -17,7 +17,7 @@ test: lint
 test-browser: .venv/ready-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_browser.py
 
-# 10,000 malformed files, messages and configurations for each of ten readers; five minutes.
+# 10,000 malformed files, messages and configurations for each of ten readers; ten minutes.
 fuzz: .venv/ready-dev
 	NAFI_FUZZ_CASES=10000 $(PYTEST) tests/fuzz
 

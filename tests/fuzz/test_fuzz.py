@@ -40,6 +40,7 @@ from nafi.federated import (
     UpdateError,
     make_strategy,
 )
+from nafi.federated.acceptance import Shapes, shapes_of
 from nafi.federated.flower import Federation, _outcome
 from nafi.federated.messages import (
     check_state,
@@ -114,9 +115,17 @@ def exchange(name: str = "layerwise") -> tuple[State, Task, Update]:
     return state, task, work("1", task)[0]
 
 
+@cache
+def shapes(name: str) -> Shapes:
+    return shapes_of(strategy(name).architecture, exchange(name)[0].form)
+
+
 def check(found: Outcome, name: str = "layerwise") -> None:
-    """An outcome is used, or refused with a reason; neither ends a round that others deliver to."""
+    """An outcome is refused with a reason, or it does not end a round that others deliver to."""
     state, task, good = exchange(name)
+    if isinstance(found, Exception):
+        raise UpdateError(str(found))
+    RULES.check(found[0], "1", task, shapes(name))
     under_way = Round(strategy(name), state, ["0", "1"], RULES, lambda *_: None)
     under_way.tasks = {"0": replace(task), "1": task}
     outcomes: list[Outcome] = [(replace(good, client="0"), 0.0), found]
@@ -124,9 +133,8 @@ def check(found: Outcome, name: str = "layerwise") -> None:
         after, _ = under_way.finish(outcomes)
     except NafiError as error:
         raise AssertionError("what one client sends ends the round") from error
+    assert not under_way.refused
     strategy(name).model(after)
-    if under_way.refused:
-        raise UpdateError(under_way.refused["1"])
 
 
 def update_bytes(data: st.DataObject) -> None:
