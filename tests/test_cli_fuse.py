@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ from torch import nn
 
 import nafi
 from nafi.checkpoints import read
-from nafi.cli import main
 from tests.pages import Page
-from tests.test_cli import run
+from tests.test_cli import complaint, run
 
 NETWORKS = """
 import torch
@@ -227,19 +225,9 @@ def test_bad_input_is_told_in_a_line_or_two(
 ) -> None:
     arguments = spoil(folder, what)
     before = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["nafi", *arguments])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, "networks", raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    sys.modules.pop("networks", None)
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2, err
+    err = complaint(arguments, folder, monkeypatch, capsys)
     assert re.search(told, err), err
     assert err.count("\n") <= 2
-    assert "Traceback" not in err
     after = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
     assert after == before, "something was written"
 

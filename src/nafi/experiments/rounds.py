@@ -26,6 +26,7 @@ from nafi.experiments.data import cache_folder, load_data
 from nafi.experiments.entries import Record, entry
 from nafi.experiments.partition import hold_back
 from nafi.experiments.problems import PROBLEMS, Problem
+from nafi.federated.acceptance import Acceptance
 from nafi.federated.architecture import Architecture
 from nafi.federated.client import Trainer
 from nafi.federated.messages import task_to, update_from, update_to
@@ -158,6 +159,7 @@ def _resumed(
         strategy,
         list(trial.data),
         _Remembered(trainer, trial.key, strategy.architecture.form.widths),
+        acceptance=Acceptance(classes=problem.classes),
         evaluate=trial.evaluate,
         checkpoint=checkpoint,
         resume=True,
