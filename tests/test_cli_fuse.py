@@ -110,10 +110,29 @@ def test_what_files_say_of_themselves_need_not_be_said(folder: Path) -> None:
     assert json.loads(done.stdout)["groups"][0]["local"] == [10, 7]
 
 
+# What is wrong with the options alone.
+OPTIONS = {
+    "factory import": {"--model": "nonsense:net"},
+    "factory name": {"--model": "networks:nett"},
+    "factory fails": {"--model": "networks:broken"},
+    "factory other": {"--model": "networks:other"},
+    "folder": {"--out": "no/g.safetensors"},
+    "method": {"--method": "magic"},
+    "ensemble": {"--method": "ensemble"},
+    "width": {"--max-width": "3y"},
+    "page": {"--report": "a.safetensors"},
+    "suffix": {"--out": "g.pt"},
+    "page suffix": {"--report": "page.pdf"},
+    "twice": {"--penalty": "0.4", "--option": "penalty=0.1"},
+    "moments": {"--option": "input_moments=3"},
+    "samples": {"--sample-counts": "3,x"},
+}
+
+
 def spoil(folder: Path, what: str) -> list[str]:
     """Make one thing wrong; the arguments with which a user would run into it."""
     files = list(FILES)
-    options = {"--model": "networks:net", "--out": "g.safetensors"}
+    options = {"--model": "networks:net", "--out": "g.safetensors", **OPTIONS.get(what, {})}
     match what:
         case "nan":
             model = network(1)
@@ -144,40 +163,10 @@ def spoil(folder: Path, what: str) -> list[str]:
             (folder / "counts.json").write_text("[[1, 2, 3], [1, -2, 3], [1, 2, 3]]")
         case "counts json":
             (folder / "counts.json").write_text("[[1, 2, 3")
-        case "factory import":
-            options["--model"] = "nonsense:net"
-        case "factory name":
-            options["--model"] = "networks:nett"
-        case "factory fails":
-            options["--model"] = "networks:broken"
-        case "factory other":
-            options["--model"] = "networks:other"
-        case "folder":
-            options["--out"] = "no/g.safetensors"
         case "exists":
             (folder / "g.safetensors").write_text("mine")
         case "itself":
             return ["fuse", *files, "--model", "networks:net", "--out", files[0], "--force"]
-        case "method":
-            options["--method"] = "magic"
-        case "ensemble":
-            options["--method"] = "ensemble"
-        case "width":
-            options["--max-width"] = "3y"
-        case "page":
-            options["--report"] = "a.safetensors"
-        case "same":
-            options |= {"--out": "g.html", "--report": "g.html"}
-        case "suffix":
-            options["--out"] = "g.pt"
-        case "page suffix":
-            options["--report"] = "page.pdf"
-        case "twice":
-            options |= {"--penalty": "0.4", "--option": "penalty=0.1"}
-        case "moments":
-            options["--option"] = "input_moments=3"
-        case "samples":
-            options["--sample-counts"] = "3,x"
     if what.startswith("counts"):
         options["--class-counts"] = "counts.json"
     return ["fuse", *files, *(part for pair in options.items() for part in pair)]
@@ -208,7 +197,6 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("ensemble", r"several models"),
         ("width", r"--max-width: found '3y'"),
         ("page", r"--report: a\.safetensors is one of the checkpoints"),
-        ("same", r"--out: found g\.html, expected .*\.safetensors"),
         ("suffix", r"--out: found g\.pt, expected a name that ends in \.safetensors"),
         ("page suffix", r"--report: found page\.pdf, expected a name that ends in \.html"),
         ("twice", r"penalty is given twice"),

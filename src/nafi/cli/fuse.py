@@ -110,16 +110,15 @@ def _numbers(text: str) -> list[int]:
 
 
 def _check_targets(out: Path, report: Path | None, checkpoints: list[Path]) -> None:
-    """Refuse files that would be written over each other, or that are not what they are called."""
-    taken = {path.resolve(): "one of the checkpoints" for path in checkpoints}
+    """Refuse to write over a checkpoint, and files that are not what they are called."""
+    taken = [path.resolve() for path in checkpoints]
     for option, path, suffix in [("--out", out, ".safetensors"), ("--report", report, ".html")]:
         if path is None:
             continue
         if path.resolve() in taken:
-            raise InputError(f"{option}: {path} is {taken[path.resolve()]}; give another name")
+            raise InputError(f"{option}: {path} is one of the checkpoints; give another name")
         if path.suffix != suffix:
             raise InputError(f"{option}: found {path}, expected a name that ends in {suffix}")
-        taken[path.resolve()] = option
 
 
 def _tell(result: FusionResult, out: Path, report: Path | None, as_json: bool) -> None:

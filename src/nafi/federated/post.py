@@ -57,7 +57,7 @@ class Post:
             )
         return str(found[0])
 
-    def take(self, number: str, patience: float = _GRACE) -> Message | Exception | None:
+    def take(self, number: str, patience: float) -> Message | Exception | None:
         """The reply to a message, if there is one.
 
         patience: seconds to wait for a reply that has begun to come; if it is not whole by then,
@@ -109,7 +109,7 @@ class Post:
         coming = {number: self._pulls[number] for number in left if number in self._pulls}
         wait(coming.values(), _GRACE)
         for number in coming:
-            found = self.take(number)
+            found = self.take(number, 0.0)
             if self._pulls.pop(number, None) is not None:
                 found = TimeoutError("its reply has begun to come, but is not whole")
             if found is not None:

@@ -124,9 +124,9 @@ class Round:
             self.losses.append(loss)
             told = f", loss {loss:.3f}" if isfinite(loss) else ""
             self.tell(f"{self.label}, client {client}{told}", self.done, self.total)
-            yield self._numbers_of(update, task)
+            yield self._with_counters_as_sent(update, task)
 
-    def _numbers_of(self, update: Update, task: Task) -> Update:
+    def _with_counters_as_sent(self, update: Update, task: Task) -> Update:
         """The update with counters and indices as they were sent.
 
         They cannot be averaged: one client's would be everybody's.

@@ -52,13 +52,11 @@ def width_limits(networks: Networks, max_width: MaxWidth) -> dict[str, int]:
 
 def check_max_width(max_width: MaxWidth, spec: ModelSpec) -> None:
     """Refuse before any work a limit that no group of clients of this network could keep."""
-    named = max_width if isinstance(max_width, Mapping) else dict.fromkeys(spec.groups, max_width)
-    widths = {name: spec.group(name).width for name in named}
-    if named and not isinstance(max_width, Mapping):
-        narrowest = min(widths, key=lambda name: widths[name])
-        named = {narrowest: max_width}
-    for name, given in named.items():
-        _limit(given, name, [widths[name]])
+    # Of groups that are not named the wider ones may be of fixed width, which no limit is for.
+    narrowest = sorted(spec.groups, key=lambda name: spec.groups[name].width)[:1]
+    for name in max_width if isinstance(max_width, Mapping) else narrowest:
+        given = max_width[name] if isinstance(max_width, Mapping) else max_width
+        _limit(given, name, [spec.group(name).width])
 
 
 def _limit(given: int | float | None, name: str, local: list[int]) -> int:
