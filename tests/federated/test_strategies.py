@@ -30,7 +30,7 @@ from nafi.federated.messages import (
 )
 from nafi.federated.strategy import size_of
 from nafi.graph.trace import named_tensors
-from tests.federated.networks import CLASSES, FEATURES, accuracy, blobs, population, small
+from tests.federated.networks import CLASSES, FEATURES, accuracy, blobs, normed, population, small
 
 TRAINING = Training(epochs=2, batch=8, rate=0.05, momentum=0.9)
 ROUNDS = 4
@@ -195,6 +195,27 @@ def test_settings_of_another_kind_are_refused_before_any_round(
 ) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         made(name, **wrong)
+
+
+@pytest.mark.parametrize("name", ["ot", "rebasin"])
+def test_aligned_rounds_average_normalisation_as_it_is(name: str) -> None:
+    """Clients that hardly moved since the last round keep their order: the rest is a mean."""
+    strategy = make_strategy(name, normed(), TRAINING, rounds=2, restore_norm=False)
+    form = strategy.architecture.form
+    drawn = [strategy.architecture.drawn(form, seed) for seed in range(2)]
+    state = strategy.aggregate(
+        strategy.start(), [Update(str(s), 0, t, 10, None) for s, t in enumerate(drawn)]
+    )
+    moved = [
+        {n: t * (1 + 0.01 * s) if t.is_floating_point() else t for n, t in state.tensors.items()}
+        for s in range(3)
+    ]
+    assert (moved[2]["norm1.running_var"] != 1).all()
+    found = strategy.aggregate(
+        state, [Update(str(s), 1, t, 10 + s, None) for s, t in enumerate(moved)]
+    )
+    for tensor, expected in ((found.tensors[n], moved[1][n]) for n in moved[1]):
+        torch.testing.assert_close(tensor, expected)
 
 
 def test_a_limit_below_some_layers_may_still_be_right() -> None:

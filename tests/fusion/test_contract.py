@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -113,6 +114,32 @@ def test_batch_normalisation(method: str, batchnorm: str) -> None:
     if method in ("nafi", "pfnm", "ot", "rebasin"):
         kept = set(found.model.state_dict()) == set(model.state_dict())
         assert kept == (batchnorm == "attach")
+
+
+@pytest.mark.parametrize("method", ["ot", "rebasin"])
+def test_normalisation_can_be_averaged_with_the_neurons_it_belongs_to(method: str) -> None:
+    """Models that trained on from a common start, in other orders: the mean as if in the same."""
+    images: tuple[Tensor, ...] = (torch.randn(2, 3, 6, 6),)
+    start = trained_norms(0)
+    near = [copy.deepcopy(start) for _ in range(3)]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for model in near:
+            for tensor in (t for t in model.state_dict().values() if t.is_floating_point()):
+                tensor.mul_(1 + 0.05 * torch.rand(tensor.shape, generator=generator))
+    spec = nafi.groups(start, images)
+    mixed = [permute(m, spec, random_permutations(spec, generator)) for m in near]
+    found = nafi.fuse(
+        mixed, images, method=method, average_norms=True, restore_norm=False, spec=spec
+    )
+    expected = nafi.fuse(near, images, method="fedavg")
+    assert set(found.model.state_dict()) == set(start.state_dict())
+    assert gap(found.model, expected.model, images) < 1e-5
+    for name in ("norm.running_mean", "norm.running_var", "inner_norm.weight"):
+        one, two = (r.model.state_dict()[name].sort().values for r in (found, expected))
+        torch.testing.assert_close(one, two)
+    with pytest.raises(InputError, match=r"average_norms.*folded"):
+        nafi.fuse(mixed, images, method=method, average_norms=True, batchnorm="fold")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -44,7 +44,8 @@ def make_strategy(
 
     fedavg: all start from the same weights, and the mean by samples is the next start
     fedprox: the same, with `proximal`, by default 0.01
-    ot, rebasin: clients start on their own, and every round is fused that way
+    ot, rebasin: clients start on their own, and every round is fused that way, by default with
+        `average_norms`
     match-then-average: clients start on their own and are fused by `method`, "nafi" by default;
         after that the rounds are those of fedavg, or of fedprox with `proximal`
     layerwise: a group of neurons a round, by `method` "nafi" or "pfnm", which makes it FedMA
@@ -71,6 +72,8 @@ def make_strategy(
     shares = given.pop("class_shares", False)
     if name in ("fedavg", "fedprox"):
         return FusionRounds(*common, class_shares=shares, screen=Screen(**given))
+    if name in ("ot", "rebasin"):
+        given.setdefault("average_norms", True)
     method = given.pop("method", "nafi") if name == "match-then-average" else name
     _check_fuser(method, given)
     return FusionRounds(

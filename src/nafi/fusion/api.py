@@ -70,8 +70,9 @@ def fuse(
             read. 2.0 and 0.2, with a max_width of 1.5, are a start.
         sweeps, compat: as in `nafi.match`.
 
-    Options of others: ot: reference, metric, restore_norm; rebasin: sweeps, restore_norm;
-    ensemble: average ("logits" or "probabilities").
+    Options of others: ot: reference, metric, restore_norm, average_norms; rebasin: sweeps,
+    restore_norm, average_norms (of normalisation the mean too, instead of folding it); ensemble:
+    average ("logits" or "probabilities").
 
     Returns:
         A `FusionResult`; its `model` is in eval mode.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, SpecError
+from nafi.fusion.base import check_switch
 from nafi.fusion.clients import Clients
 from nafi.fusion.screen import Screen
 from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
@@ -72,6 +73,12 @@ class Networks:
         plain = replace(self.clients, class_counts=None, sample_counts=None)
         return replace(self, clients=plain)
 
+    def unfolded(self) -> Networks:
+        """The same as the clients have them, with their normalisation as layers of its own."""
+        states = tuple(_state(model) for model in self.clients.models)
+        specs = tuple(self.architecture.fitted(state) for state in states)
+        return replace(self, template=self.original, specs=specs, states=states)
+
     def screened(self, screen: Screen) -> Networks:
         """The same with neurons and counts held to what is usual."""
         if not screen.active:
@@ -120,25 +127,33 @@ def prepare(
     if known.example_inputs is None:
         known = replace(known, example_inputs=tuple(example_inputs))
     folded = [_folded(model, known, clients, s) for s, model in enumerate(clients.models)]
-    states = [
-        {name: t.detach().cpu() for name, t in named_tensors(model).items()} for model, _ in folded
-    ]
     return Networks(
         clients,
         first,
         folded[0][0],
         known,
         tuple(fitted for _, fitted in folded),
-        tuple(states),
+        tuple(_state(model) for model, _ in folded),
         batchnorm,
         frozenset(name for name, _ in folded[0][0].named_parameters(remove_duplicate=False)),
     )
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in named_tensors(model).items()}
 
 
 def check_batchnorm(value: str) -> None:
     """Refuse anything but the ways to treat batch normalisation."""
     if value not in BATCHNORM:
         raise InputError(f"batchnorm: found {value!r}, expected one of {', '.join(BATCHNORM)}")
+
+
+def check_average_norms(value: bool, batchnorm: str) -> None:
+    """Refuse to average normalisation that is to be folded."""
+    check_switch(value, "average_norms")
+    if value and batchnorm == "fold":
+        raise InputError("average_norms: normalisation that is averaged cannot be left folded")
 
 
 def _folded(

@@ -17,9 +17,8 @@ from nafi.fusion.base import FusionResult, Task, check_switch, check_whole, fuse
 from nafi.fusion.clients import Array
 from nafi.fusion.features import real_rows
 from nafi.fusion.heads import pair_heads
-from nafi.fusion.merge import merge
-from nafi.fusion.networks import Networks, prepare
-from nafi.fusion.transport import align
+from nafi.fusion.networks import Networks, check_average_norms, prepare
+from nafi.fusion.transport import align, mean_of
 from nafi.graph.lift import Placement, Positions
 from nafi.graph.neurons import gather
 from nafi.graph.permute import permute_state
@@ -29,14 +28,18 @@ State = Mapping[str, Tensor]
 Orders = dict[str, Tensor]
 
 
-@fuser("rebasin", options=["sweeps", "restore_norm"])
-def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> FusionResult:
+@fuser("rebasin", options=["sweeps", "restore_norm", "average_norms"])
+def rebasin(
+    task: Task, *, sweeps: int = 10, restore_norm: bool = True, average_norms: bool = False
+) -> FusionResult:
     """Permute each model towards the mean of the others until none wants to move.
 
     sweeps: most passes over the models, and over the groups within each
+    average_norms: see `mean_of`
     """
     check_whole(sweeps, "sweeps", 1)
     check_switch(restore_norm, "restore_norm")
+    check_average_norms(average_norms, task.batchnorm)
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()
     networks.check_equal_widths("rebasin")
     start = align(networks, networks.ranking[0], "sqeuclidean", _one_to_one, task.progress)
@@ -47,12 +50,12 @@ def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> Fusio
             break
     task.progress("merging", sweeps, sweeps)
     placements = search.placements
-    state = merge(networks, placements, restore_norm=restore_norm)
-    model, spec, architecture = networks.build(state, networks.spec.widths)
+    widths = networks.spec.widths
     assignments = {
         name: tuple(own[name].index.numpy() for own in placements) for name in networks.spec.groups
     }
-    return FusionResult(model, networks.spec.widths, spec, architecture, assignments)
+    model, spec, architecture = mean_of(networks, placements, widths, restore_norm, average_norms)
+    return FusionResult(model, widths, spec, architecture, assignments)
 
 
 class _Search:
