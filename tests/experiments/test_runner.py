@@ -77,7 +77,8 @@ def test_records_hold_what_is_needed_to_run_them_again(tmp_path: Path) -> None:
     assert records == read_records(file)
     # Trained: own and shared starts, and two proximal strengths, for two trials.
     assert seen[0] == ("training clients", 0, 8 + 8)
-    assert seen[-1][1:] == (16, 16)
+    last = cells(experiment)[-1]
+    assert seen[-1] == (f"{last.method.name}, 3 clients, trial 1", 16, 16)
     nafi = next(r for r in records if r["method"] == "nafi")
     assert nafi["chosen"]["penalty"] in (0.05, 0.4)
     assert set(nafi["versions"]) == {"nafi", "torch", "numpy", "scipy"}

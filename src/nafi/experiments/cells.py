@@ -47,6 +47,12 @@ class Cell:
         return (self.trial, self.clients, self.hidden, self.method.name)
 
     @property
+    def label(self) -> str:
+        """What a progress line calls it; trials as records count them, from 0."""
+        layers = f", {self.hidden} hidden layers" if len(self.experiment.hidden) > 1 else ""
+        return f"{self.method.name}, {self.clients} clients{layers}, trial {self.trial}"
+
+    @property
     def seed(self) -> int:
         return 1000 * self.experiment.seed + self.trial
 

@@ -55,15 +55,15 @@ def run_experiment(
     total = len(untrained) + len(todo)
     progress("training clients" if untrained else experiment.name, 0, total)
     for count, (description, _) in enumerate(_each(_train, untrained, jobs)):
-        told = f"trained {description.clients} clients, {description.hidden} hidden"
-        progress(told, count + 1, total)
+        progress(f"trained {description.clients} clients", count + 1, total)
     file.parent.mkdir(parents=True, exist_ok=True)
     count = len(untrained)
 
     def here(cell: Cell) -> Record:
         """Run a cell in this process, and tell what it is at."""
-        label = f"{cell.method.name}, {cell.clients} clients"
-        return run_cell(cell, lambda step, *_: progress(f"{label}: {step}", count, total), device)
+        return run_cell(
+            cell, lambda step, *_: progress(f"{cell.label}: {step}", count, total), device
+        )
 
     apart = partial(run_cell, device=device)
     with file.open("a", encoding="utf-8") as lines:
@@ -74,8 +74,7 @@ def run_experiment(
                 lines.flush()
                 os.fsync(lines.fileno())
                 count += 1
-                told = f"{cell.method.name}, {cell.clients} clients, {cell.hidden} hidden"
-                progress(told, count, total)
+                progress(cell.label, count, total)
     return [done[cell.key] for cell in cells(experiment)]
 
 
