@@ -46,7 +46,7 @@ def test_a_fused_model_comes_back_at_its_widths(tmp_path: Path, method: str) -> 
         assert loaded.layers[0].out_features == result.widths["layers.0"] > 12
 
 
-@pytest.mark.parametrize("batchnorm", ["attach", "fold"])
+@pytest.mark.parametrize("batchnorm", ["attach", "fold", "average"])
 def test_batch_normalisation_comes_back(tmp_path: Path, batchnorm: str) -> None:
     models = [trained_norms(s) for s in range(2)]
     result = nafi.fuse(models, IMAGES, method="pfnm", batchnorm=batchnorm)

@@ -2,7 +2,7 @@
 
 from nafi.checkpoints import load, save
 from nafi.errors import CheckpointError, InputError, NafiError, SpecError
-from nafi.fusion import FusionResult, fuse, input_moments
+from nafi.fusion import FusionResult, calibrate, fuse, input_moments
 from nafi.graph import ModelSpec, groups
 from nafi.matching import Matching, match, match_path
 from nafi.version import __version__
@@ -16,6 +16,7 @@ __all__ = [
     "NafiError",
     "SpecError",
     "__version__",
+    "calibrate",
     "fuse",
     "groups",
     "input_moments",

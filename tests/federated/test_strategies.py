@@ -188,6 +188,8 @@ def test_unknown_strategies_and_bad_numbers_are_named() -> None:
         ("layerwise", {"max_width": {"one": 3}}),
         ("match-then-average", {"max_width": 2}),
         ("match-then-average", {"restore_norm": "foo"}),
+        ("match-then-average", {"batchnorm": "fold"}),
+        ("layerwise", {"batchnorm": "average"}),
     ],
 )
 def test_settings_of_another_kind_are_refused_before_any_round(

@@ -104,7 +104,7 @@ def test_unequal_widths(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("batchnorm", ["attach", "fold"])
+@pytest.mark.parametrize("batchnorm", ["attach", "fold", "average"])
 def test_batch_normalisation(method: str, batchnorm: str) -> None:
     """Two equal networks fuse into the same function, whatever becomes of the normalisation."""
     model = trained_norms(0)
@@ -113,11 +113,15 @@ def test_batch_normalisation(method: str, batchnorm: str) -> None:
     assert gap(found.model, model, images) < 1e-5
     if method in ("nafi", "pfnm", "ot", "rebasin"):
         kept = set(found.model.state_dict()) == set(model.state_dict())
-        assert kept == (batchnorm == "attach")
+        assert kept == (batchnorm != "fold")
 
 
-@pytest.mark.parametrize("method", ["ot", "rebasin"])
-def test_normalisation_can_be_averaged_with_the_neurons_it_belongs_to(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "options"), [("ot", {}), ("rebasin", {}), ("nafi", {"max_width": 1.0}), ("pfnm", {})]
+)
+def test_normalisation_can_be_averaged_with_the_neurons_it_belongs_to(
+    method: str, options: dict[str, Any]
+) -> None:
     """Models that trained on from a common start, in other orders: the mean as if in the same."""
     images: tuple[Tensor, ...] = (torch.randn(2, 3, 6, 6),)
     start = trained_norms(0)
@@ -130,7 +134,7 @@ def test_normalisation_can_be_averaged_with_the_neurons_it_belongs_to(method: st
     spec = nafi.groups(start, images)
     mixed = [permute(m, spec, random_permutations(spec, generator)) for m in near]
     found = nafi.fuse(
-        mixed, images, method=method, average_norms=True, restore_norm=False, spec=spec
+        mixed, images, method=method, batchnorm="average", restore_norm=False, spec=spec, **options
     )
     expected = nafi.fuse(near, images, method="fedavg")
     assert set(found.model.state_dict()) == set(start.state_dict())
@@ -138,8 +142,6 @@ def test_normalisation_can_be_averaged_with_the_neurons_it_belongs_to(method: st
     for name in ("norm.running_mean", "norm.running_var", "inner_norm.weight"):
         one, two = (r.model.state_dict()[name].sort().values for r in (found, expected))
         torch.testing.assert_close(one, two)
-    with pytest.raises(InputError, match=r"average_norms.*folded"):
-        nafi.fuse(mixed, images, method=method, average_norms=True, batchnorm="fold")
 
 
 @pytest.mark.parametrize("method", METHODS)

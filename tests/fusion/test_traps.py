@@ -185,7 +185,6 @@ def test_scores_that_are_not_numbers_never_win() -> None:
         {"method": "ot", "reference": "a"},
         {"method": "ot", "reference": 7},
         {"method": "ot", "metric": "far"},
-        {"method": "ot", "average_norms": "no"},
         {"method": "rebasin", "sweeps": 1.5},
         {"method": "ensemble", "average": "mode"},
         {"batchnorm": None},

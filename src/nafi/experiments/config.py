@@ -53,7 +53,8 @@ class MethodConfig(_Strict):
 
     method: one of nafi.fuse, or of the strategies for an experiment in rounds; "local" for the mean
         of the clients' own models
-    options: fixed options; grid: option -> values, of which all combinations are tried
+    options: fixed options; grid: option -> values, of which all combinations are tried. In rounds,
+        `rounds` of its own and `calibrate`, see `Trial`, are options, too
     start: whose models are fused; proximal: FedProx's pull to the start, may be in the grid
     widths_of: take the widths that this other method came to, in an experiment in rounds
     attack: what the experiment's attackers do to their weights before they send them

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from nafi.errors import CheckpointError, InputError
@@ -37,6 +38,7 @@ from nafi.federated.strategies import make_strategy, option_names
 from nafi.federated.strategy import Strategy, Task, Update
 from nafi.federated.training import Training, train
 from nafi.files import atomic_path
+from nafi.fusion import calibrate
 
 # Changes whenever the same settings would give other models.
 RECIPE = 1
@@ -68,16 +70,17 @@ def run_rounds(
         if experiment.width_limit != "none" and "max_width" in option_names(method.method):
             options.setdefault("max_width", experiment.width_limit)
         rounds = int(options.pop("rounds", experiment.rounds))
+        judged = replace(trial, calibration=int(options.pop("calibrate", 0)))
         strategy = make_strategy(
             method.method, architecture, training, rounds=rounds, seed=seed, **options
         )
         start = time.perf_counter()
-        run = _resumed(strategy, trial, f"{method.name} {candidate}", progress, device)
+        run = _resumed(strategy, judged, f"{method.name} {candidate}", progress, device)
         seconds = time.perf_counter() - start
         last = run.records[-1]
         details: Record = {"rounds": run.records, "metric": trial.problem.metric}
         if trial.problem.pictures is not None:
-            details["pictures"] = trial.problem.pictures(run.model, trial.test)
+            details["pictures"] = trial.problem.pictures(judged.calibrated(run.model), trial.test)
         scores = (last["validation"], last["test"])
         found.append(entry(candidate, *scores, last["widths"], seconds, **details))
     return found
@@ -85,7 +88,11 @@ def run_rounds(
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """The clients of a trial; key: what decides their data."""
+    """The clients of a trial.
+
+    key: what decides their data; calibration: training samples, without their labels, on which the
+    statistics of a model are measured before it is judged
+    """
 
     problem: Problem
     data: Mapping[str, Samples]
@@ -93,6 +100,7 @@ class Trial:
     test: Samples
     seed: int
     key: str
+    calibration: int = 0
 
     def architecture(self, widths: Sequence[int]) -> Architecture:
         """The network of the problem at these widths."""
@@ -101,10 +109,19 @@ class Trial:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """The score on the samples that clients hold back, and on the test data."""
+        model = self.calibrated(model)
         return {
             "validation": round(self.problem.score(model, self.validation), 3),
             "test": round(self.problem.score(model, self.test), 3),
         }
+
+    def calibrated(self, model: nn.Module) -> nn.Module:
+        """The model with statistics of some training samples of all clients, if there are to be."""
+        if not self.calibration:
+            return model
+        inputs = torch.cat([samples.inputs for samples in self.data.values()])
+        order = np.random.default_rng(self.seed).permutation(len(inputs))[: self.calibration]
+        return calibrate(model, [as_numbers(inputs[order])])
 
 
 def share_out(experiment: RoundsExperiment, clients: int, seed: int) -> Trial:

@@ -23,6 +23,7 @@ from nafi.federated.strategy import State, Strategy, Task, Update, class_table, 
 from nafi.fusion import fuse
 from nafi.fusion.base import check_switch
 from nafi.fusion.merge import check_class_axis, class_axis
+from nafi.fusion.networks import check_batchnorm
 from nafi.fusion.screen import Screen, real
 from nafi.fusion.widths import check_max_width
 from nafi.graph.spec import ModelSpec, holds_numbers, widened
@@ -41,6 +42,9 @@ class FusionRounds(Strategy):
     class_shares: average the output layer by who has seen which class; in all other layers clients
         then count the same, as in `nafi.fuse`. Without it, all is the mean by samples
     screen: against clients that send harmful weights; averaging then holds all updates at once
+    batchnorm: what becomes of normalisation where neurons are matched, "attach" or "average" as in
+        `nafi.fuse`. Matched every round, it is to be averaged: attached, its statistics would start
+        anew each time
     """
 
     first: str = AVERAGE
@@ -49,10 +53,12 @@ class FusionRounds(Strategy):
     shared_start: bool = True
     class_shares: bool = False
     screen: Screen = field(default_factory=Screen)
+    batchnorm: str = "attach"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_switch(self.class_shares, "class_shares")
+        check_batchnorm(self.batchnorm, ("attach", "average"))
         check_max_width(self.options.get("max_width"), self.architecture.spec)
 
     def start(self) -> State:
@@ -113,6 +119,7 @@ class FusionRounds(Strategy):
             sample_counts=[u.samples for u in updates],
             seed=self.seed,
             spec=spec,
+            batchnorm=self.batchnorm,
             names=[f"client {u.client}" for u in updates],
             **options,
         )

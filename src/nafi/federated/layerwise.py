@@ -65,7 +65,7 @@ class Layerwise(Strategy):
         super().__post_init__()
         check_switch(self.freeze, "freeze")
         check_switch(self.restore_norm, "restore_norm")
-        check_batchnorm(self.batchnorm)
+        check_batchnorm(self.batchnorm, ("attach", "fold"))
         check_max_width(self.max_width, self.architecture.spec)
 
     def start(self) -> State:

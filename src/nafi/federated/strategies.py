@@ -45,7 +45,7 @@ def make_strategy(
     fedavg: all start from the same weights, and the mean by samples is the next start
     fedprox: the same, with `proximal`, by default 0.01
     ot, rebasin: clients start on their own, and every round is fused that way, by default with
-        `average_norms`
+        batchnorm="average"
     match-then-average: clients start on their own and are fused by `method`, "nafi" by default;
         after that the rounds are those of fedavg, or of fedprox with `proximal`
     layerwise: a group of neurons a round, by `method` "nafi" or "pfnm", which makes it FedMA
@@ -72,8 +72,7 @@ def make_strategy(
     shares = given.pop("class_shares", False)
     if name in ("fedavg", "fedprox"):
         return FusionRounds(*common, class_shares=shares, screen=Screen(**given))
-    if name in ("ot", "rebasin"):
-        given.setdefault("average_norms", True)
+    batchnorm = given.pop("batchnorm", "attach" if name == "match-then-average" else "average")
     method = given.pop("method", "nafi") if name == "match-then-average" else name
     _check_fuser(method, given)
     return FusionRounds(
@@ -84,6 +83,7 @@ def make_strategy(
         shared_start=False,
         class_shares=shares,
         screen=Screen(**{key: given[key] for key in _OF_SCREEN if key in given}),
+        batchnorm=batchnorm,
     )
 
 
@@ -102,9 +102,9 @@ def option_names(name: str) -> list[str]:
     own: dict[str, tuple[str, ...]] = {
         "fedavg": ("class_shares", *_OF_SCREEN),
         "fedprox": ("class_shares", *_OF_SCREEN),
-        "ot": FUSERS["ot"].options,
-        "rebasin": FUSERS["rebasin"].options,
-        "match-then-average": ("method", "class_shares", *FUSERS["nafi"].options),
+        "ot": ("batchnorm", *FUSERS["ot"].options),
+        "rebasin": ("batchnorm", *FUSERS["rebasin"].options),
+        "match-then-average": ("method", "class_shares", "batchnorm", *FUSERS["nafi"].options),
         "layerwise": (*_OF_LAYERWISE, *_OF_MATCHER, *_OF_SCREEN),
     }
     return list(dict.fromkeys((*own[name], *_OF_TRAINING)))

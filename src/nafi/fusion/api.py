@@ -46,7 +46,9 @@ def fuse(
             knows which class. Without it, models weigh the same, or by `sample_counts` (S,).
         spec: the groups of the first model, from `nafi.groups`, if you have them.
         batchnorm: normalisation is folded into the layers before matching; "attach" puts an
-            identity back, to train on; "fold" leaves it folded.
+            identity back, to train on; "fold" leaves it folded. With "average" it is only the
+            matching that looks at folded layers, and normalisation is averaged with its neurons:
+            for models from a common start, or to `nafi.calibrate` the result on a few inputs.
         names: what errors call the models; progress: called with (next step, done, total).
 
     Options of nafi and pfnm:
@@ -70,9 +72,8 @@ def fuse(
             read. 2.0 and 0.2, with a max_width of 1.5, are a start.
         sweeps, compat: as in `nafi.match`.
 
-    Options of others: ot: reference, metric, restore_norm, average_norms; rebasin: sweeps,
-    restore_norm, average_norms (of normalisation the mean too, instead of folding it); ensemble:
-    average ("logits" or "probabilities").
+    Options of others: ot: reference, metric, restore_norm; rebasin: sweeps, restore_norm;
+    ensemble: average ("logits" or "probabilities").
 
     Returns:
         A `FusionResult`; its `model` is in eval mode.

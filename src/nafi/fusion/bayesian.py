@@ -19,7 +19,7 @@ from nafi.fusion.base import FusionResult, Progress, Task, check_switch, fuser
 from nafi.fusion.clients import Array
 from nafi.fusion.descent import Descent, Matcher
 from nafi.fusion.features import Moments
-from nafi.fusion.merge import check_classes, merge
+from nafi.fusion.merge import check_classes, fused_network
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, prepare
 from nafi.fusion.screen import Screen
@@ -88,14 +88,14 @@ class _Plan:
         networks = self.networks
         descent = Descent(networks, matcher, self.limits, self.moments)
         descent.run(self.settings.direction, self.progress)
-        state = merge(
+        widths = descent.widths
+        model, spec, architecture = fused_network(
             networks,
             descent.placements,
+            widths,
             restore_norm=self.settings.restore_norm,
             screen=self.settings.screen,
         )
-        widths = descent.widths
-        model, spec, architecture = networks.build(state, widths)
         assignments = {
             name: tuple(own[name].index.numpy() for own in descent.placements) for name in widths
         }
@@ -139,6 +139,10 @@ def nafi(task: Task, **options: Any) -> FusionResult:
     matchers = [Matcher(penalty=lam, seed=task.seed, **chosen) for lam in settings.penalties]
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm)
     check_classes(networks.clients, networks.spec)
+    if settings.clip is not None and task.batchnorm == "average":
+        raise InputError(
+            "clip: lengths of neurons mean nothing before normalisation; use batchnorm='attach'"
+        )
     networks = networks.screened(settings.screen)
     moments = check_moments(networks, settings.input_moments)
     limits = width_limits(networks, settings.max_width)

@@ -7,11 +7,11 @@ as a true zero: the client's function has no such path.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Array, Clients
@@ -65,6 +65,20 @@ def merge(
         scaled = merged[bias] / factor.reshape(merged[bias].shape)
         merged[bias] = scaled.to(merged[bias].dtype)
     return merged
+
+
+def fused_network(
+    networks: Networks,
+    placements: Sequence[Placements],
+    widths: Mapping[str, int],
+    *,
+    restore_norm: bool,
+    screen: Screen | None = None,
+) -> tuple[nn.Module, ModelSpec, ModelSpec]:
+    """The network of what `merge` gives; see `Networks.build`."""
+    averaged = networks.unfolded() if networks.batchnorm == "average" else networks
+    state = merge(averaged, placements, restore_norm=restore_norm, screen=screen)
+    return averaged.build(state, widths)
 
 
 @dataclass

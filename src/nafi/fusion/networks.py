@@ -7,7 +7,7 @@ running network of fused tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, SpecError
-from nafi.fusion.base import check_switch
 from nafi.fusion.clients import Clients
 from nafi.fusion.screen import Screen
 from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
@@ -24,7 +23,7 @@ from nafi.graph.rebuild import rebuild
 from nafi.graph.spec import ModelSpec, holds_numbers
 from nafi.graph.trace import Inputs, named_tensors
 
-BATCHNORM = ("attach", "fold")
+BATCHNORM = ("attach", "fold", "average")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +33,8 @@ class Networks:
     original: the first client's network; template: the same with its normalisation folded
     architecture: the spec of the original, normalisation included
     specs, states: of each client, folded; they differ in widths only
-    batchnorm: "attach" to put normalisation back into the result, "fold" to leave it folded
+    batchnorm: "attach" to put normalisation back into the result, "fold" to leave it folded,
+        "average" to average the networks with their normalisation, see `unfolded`
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
     """
 
@@ -74,7 +74,11 @@ class Networks:
         return replace(self, clients=plain)
 
     def unfolded(self) -> Networks:
-        """The same as the clients have them, with their normalisation as layers of its own."""
+        """What is averaged once the neurons have their places, if normalisation is as well.
+
+        The networks as the clients have them. Models that trained on from a common start keep
+        their statistics this way; others need `calibrate` afterwards.
+        """
         states = tuple(_state(model) for model in self.clients.models)
         specs = tuple(self.architecture.fitted(state) for state in states)
         return replace(self, template=self.original, specs=specs, states=states)
@@ -143,17 +147,10 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in named_tensors(model).items()}
 
 
-def check_batchnorm(value: str) -> None:
-    """Refuse anything but the ways to treat batch normalisation."""
-    if value not in BATCHNORM:
-        raise InputError(f"batchnorm: found {value!r}, expected one of {', '.join(BATCHNORM)}")
-
-
-def check_average_norms(value: bool, batchnorm: str) -> None:
-    """Refuse to average normalisation that is to be folded."""
-    check_switch(value, "average_norms")
-    if value and batchnorm == "fold":
-        raise InputError("average_norms: normalisation that is averaged cannot be left folded")
+def check_batchnorm(value: str, known: Sequence[str] = BATCHNORM) -> None:
+    """Refuse anything but these ways to treat batch normalisation."""
+    if value not in known:
+        raise InputError(f"batchnorm: found {value!r}, expected one of {', '.join(known)}")
 
 
 def _folded(

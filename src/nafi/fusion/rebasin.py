@@ -17,8 +17,9 @@ from nafi.fusion.base import FusionResult, Task, check_switch, check_whole, fuse
 from nafi.fusion.clients import Array
 from nafi.fusion.features import real_rows
 from nafi.fusion.heads import pair_heads
-from nafi.fusion.networks import Networks, check_average_norms, prepare
-from nafi.fusion.transport import align, mean_of
+from nafi.fusion.merge import fused_network
+from nafi.fusion.networks import Networks, prepare
+from nafi.fusion.transport import align
 from nafi.graph.lift import Placement, Positions
 from nafi.graph.neurons import gather
 from nafi.graph.permute import permute_state
@@ -28,18 +29,14 @@ State = Mapping[str, Tensor]
 Orders = dict[str, Tensor]
 
 
-@fuser("rebasin", options=["sweeps", "restore_norm", "average_norms"])
-def rebasin(
-    task: Task, *, sweeps: int = 10, restore_norm: bool = True, average_norms: bool = False
-) -> FusionResult:
+@fuser("rebasin", options=["sweeps", "restore_norm"])
+def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> FusionResult:
     """Permute each model towards the mean of the others until none wants to move.
 
     sweeps: most passes over the models, and over the groups within each
-    average_norms: see `mean_of`
     """
     check_whole(sweeps, "sweeps", 1)
     check_switch(restore_norm, "restore_norm")
-    check_average_norms(average_norms, task.batchnorm)
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()
     networks.check_equal_widths("rebasin")
     start = align(networks, networks.ranking[0], "sqeuclidean", _one_to_one, task.progress)
@@ -54,7 +51,9 @@ def rebasin(
     assignments = {
         name: tuple(own[name].index.numpy() for own in placements) for name in networks.spec.groups
     }
-    model, spec, architecture = mean_of(networks, placements, widths, restore_norm, average_norms)
+    model, spec, architecture = fused_network(
+        networks, placements, widths, restore_norm=restore_norm
+    )
     return FusionResult(model, widths, spec, architecture, assignments)
 
 

@@ -6,23 +6,21 @@ inputs on, by exact transport between uniform masses; then the plain mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from scipy.spatial.distance import cdist
-from torch import nn
 
 from nafi.errors import InputError, NafiError
 from nafi.fusion.base import FusionResult, Progress, Task, check_switch, check_whole, fuser
 from nafi.fusion.clients import Array
 from nafi.fusion.descent import next_group
 from nafi.fusion.heads import comparable
-from nafi.fusion.merge import merge
-from nafi.fusion.networks import Networks, check_average_norms, prepare
+from nafi.fusion.merge import fused_network
+from nafi.fusion.networks import Networks, prepare
 from nafi.graph.lift import Placement, Placements, Positions, Shares
 from nafi.graph.neurons import Role
-from nafi.graph.spec import ModelSpec
 from nafi.matching.columns import Index
 
 METRICS = ("euclidean", "sqeuclidean", "cosine")
@@ -32,27 +30,24 @@ _OWN = (Role.INCOMING, Role.BIAS)
 Solver = Callable[[Array], Array]
 
 
-@fuser("ot", options=["reference", "metric", "restore_norm", "average_norms"])
+@fuser("ot", options=["reference", "metric", "restore_norm"])
 def ot(
     task: Task,
     *,
     reference: int | None = None,
     metric: str = "euclidean",
     restore_norm: bool = False,
-    average_norms: bool = False,
 ) -> FusionResult:
     """Align all models to one by the distance between incoming weights.
 
     reference: the model that all others are aligned to, whose widths are those of the result; by
         default one that depends neither on the order of the models nor on that of their neurons
     metric: the ground cost between neurons: euclidean, sqeuclidean or cosine
-    average_norms: see `mean_of`
     """
     solver = _emd()
     if reference is not None:
         check_whole(reference, "reference", 0, len(task.clients) - 1)
     check_switch(restore_norm, "restore_norm")
-    check_average_norms(average_norms, task.batchnorm)
     if metric not in METRICS:
         raise InputError(f"metric: found {metric!r}, expected one of {', '.join(METRICS)}")
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()
@@ -63,25 +58,10 @@ def ot(
     assignments = {
         name: tuple(_strongest(own[name]) for own in placements) for name in networks.spec.groups
     }
-    model, spec, architecture = mean_of(networks, placements, widths, restore_norm, average_norms)
+    model, spec, architecture = fused_network(
+        networks, placements, widths, restore_norm=restore_norm
+    )
     return FusionResult(model, widths, spec, architecture, assignments)
-
-
-def mean_of(
-    networks: Networks,
-    placements: Sequence[Placements],
-    widths: Mapping[str, int],
-    restore_norm: bool,
-    average_norms: bool,
-) -> tuple[nn.Module, ModelSpec, ModelSpec]:
-    """The plain mean of networks whose neurons have been put in place, as `Networks.build` has it.
-
-    average_norms: take the mean of normalisation, statistics included, as of any other layer,
-        instead of folding it first. That is for models which trained on from a common start: folded
-        in every round, their statistics would start anew each time.
-    """
-    merged = networks.unfolded() if average_norms else networks
-    return merged.build(merge(merged, placements, restore_norm=restore_norm), widths)
 
 
 def align(

@@ -83,6 +83,8 @@ _ORDER = (
     "pfnm-topdown",
     "pfnm",
     "nafi-untuned",
+    "nafi-oneshot",
+    "nafi-oneshot-calibrated",
     "nafi-layerwise",
     "nafi-average",
     "nafi",
