@@ -173,6 +173,22 @@ def test_rounds_are_told_apart_from_the_last_one() -> None:
         assert f"<!-- {text} -->" in figure  # matplotlib's own note of what it draws
 
 
+def test_one_shot_among_rounds_has_no_curve_and_is_not_the_papers() -> None:
+    records = runs()["cifar10-quick"]
+    shot = [
+        {**r, "method": "nafi-oneshot", "rounds": r["rounds"][:1]}
+        for r in records
+        if r["method"] == "nafi-average"
+    ]
+    both = [{**r, "config": {**r["config"], "rounds": 3}} for r in [*records, *shot]]
+    section = sections({"cifar10-quick": both})[0]
+    having = {t.title for t in section.tables if "nafi-oneshot" in {row[0] for row in t.rows}}
+    assert "Test accuracy after the last round" in having
+    assert not {title for title in having if "best" in title or "paper" in title}
+    assert "nafi-oneshot" not in section.figures[0]
+    assert "nafi-average" in section.figures[0]
+
+
 def test_masks_stand_side_by_side() -> None:
     mask = np.zeros((6, 10), dtype=np.uint8)
     mask[2:4, 3:7] = 1

@@ -176,7 +176,8 @@ def rounds_figure(panels: Mapping[str, Mapping[str, Sequence[float]]], metric: s
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center")
+    # Long enough to tell dashes from a line.
+    figure.legend(handles, labels, loc="outside right center", handlelength=4)
     return figure
 
 

@@ -38,7 +38,10 @@ def round_tables(records: Sequence[Record]) -> list[Table]:
     metric = metric_of(records)
     tables = [
         accuracy_table(records, f"{metric.capitalize()} after the last round"),
-        compared_table(records, paper_carvana() if "dice" in metric else paper_cifar10()),
+        compared_table(
+            [r for r in records if not _is_one_shot(r)],
+            paper_carvana() if "dice" in metric else paper_cifar10(),
+        ),
         _best_round(records, metric),
         width_table(records),
         _bytes_table(records),
@@ -47,10 +50,15 @@ def round_tables(records: Sequence[Record]) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
+def _is_one_shot(record: Record) -> bool:
+    """Whether a method had one round, among others that have more: it has no curve and no best."""
+    return len(record.get("rounds") or []) == 1 < int(record["config"].get("rounds", 1))
+
+
 def round_figure(records: Sequence[Record]) -> str:
     """The mean over trials of every round: a panel for each number of clients."""
     panels: dict[str, dict[str, list[float]]] = {}
-    timed = [r for r in records if r.get("rounds")]
+    timed = [r for r in records if r.get("rounds") and not _is_one_shot(r)]
     for clients in sorted({r["clients"] for r in timed}):
         of_cell = [r for r in timed if r["clients"] == clients]
         curves = {}
@@ -98,7 +106,7 @@ def _best_round(records: Sequence[Record], metric: str) -> Table:
     chosen = [
         {**r, "best": max(r["rounds"], key=lambda entry: entry["validation"])["test"]}
         for r in records
-        if r.get("rounds")
+        if r.get("rounds") and not _is_one_shot(r)
     ]
     title = f"{metric.capitalize()} of the round that is best on validation data"
     return accuracy_table(chosen, title, "best") if chosen else Table(title, (), ())
