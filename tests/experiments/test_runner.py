@@ -296,7 +296,7 @@ def test_a_run_in_rounds_goes_on_from_its_last_round(
     file = tmp_path / "r.jsonl"
     with pytest.raises(KeyboardInterrupt):
         run_experiment(experiment, file, jobs=1, resume=False, progress=stop)
-    assert any("fedavg, 3 clients: round 1 of 3, client 2, loss" in step for step in told)
+    assert any("fedavg, 3 clients, trial 0: round 1 of 3, client 2, loss" in step for step in told)
     told.clear()
     resumed = run_experiment(
         experiment, file, jobs=1, resume=True, progress=lambda step, *_: told.append(step)
