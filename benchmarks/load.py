@@ -24,7 +24,15 @@ import torch
 from nafi.experiments.data import mnist
 from nafi.experiments.models import MLP
 from nafi.experiments.partition import dirichlet_partition
-from nafi.federated import Architecture, Samples, Trainer, Training, make_strategy, simulate
+from nafi.federated import (
+    Acceptance,
+    Architecture,
+    Samples,
+    Trainer,
+    Training,
+    make_strategy,
+    simulate,
+)
 
 ROUNDS, WIDTH = 3, 100
 TRAINING = Training(epochs=1, batch=32, rate=0.05)
@@ -77,7 +85,13 @@ def _on_flower(strategy: Any, clients: int) -> list[dict[str, Any]]:
 
     @server.main()
     def main(grid: Any, context: Any) -> None:
-        federation = Federation(strategy, nodes=clients, wait=300.0, deadline=600.0)
+        federation = Federation(
+            strategy,
+            nodes=clients,
+            wait=300.0,
+            deadline=600.0,
+            acceptance=Acceptance(classes=10),
+        )
         federation.start(grid)
         found.extend(federation.run.records)
 
