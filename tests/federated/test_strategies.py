@@ -189,6 +189,7 @@ def test_unknown_strategies_and_bad_numbers_are_named() -> None:
         ("match-then-average", {"max_width": 2}),
         ("match-then-average", {"restore_norm": "foo"}),
         ("match-then-average", {"batchnorm": "fold"}),
+        ("match-then-average", {"clip": 2.0, "batchnorm": "average"}),
         ("layerwise", {"batchnorm": "average"}),
     ],
 )

@@ -51,7 +51,9 @@ def fuse(
         str | None,
         typer.Option(help="Samples of each checkpoint, like 120,80,40, if there are no classes."),
     ] = None,
-    batchnorm: Annotated[str, typer.Option(help="attach, fold or average.")] = "attach",
+    batchnorm: Annotated[
+        str, typer.Option(help="attach or fold; average, for nafi.calibrate afterwards.")
+    ] = "attach",
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides the order of the models.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Also write a page, .html.")] = None,

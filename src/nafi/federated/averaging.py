@@ -23,7 +23,7 @@ from nafi.federated.strategy import State, Strategy, Task, Update, class_table, 
 from nafi.fusion import fuse
 from nafi.fusion.base import check_switch
 from nafi.fusion.merge import check_class_axis, class_axis
-from nafi.fusion.networks import check_batchnorm
+from nafi.fusion.networks import check_batchnorm, check_clip
 from nafi.fusion.screen import Screen, real
 from nafi.fusion.widths import check_max_width
 from nafi.graph.spec import ModelSpec, holds_numbers, widened
@@ -59,6 +59,7 @@ class FusionRounds(Strategy):
         super().__post_init__()
         check_switch(self.class_shares, "class_shares")
         check_batchnorm(self.batchnorm, ("attach", "average"))
+        check_clip(self.screen, self.batchnorm)
         check_max_width(self.options.get("max_width"), self.architecture.spec)
 
     def start(self) -> State:

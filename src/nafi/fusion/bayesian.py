@@ -21,7 +21,7 @@ from nafi.fusion.descent import Descent, Matcher
 from nafi.fusion.features import Moments
 from nafi.fusion.merge import check_classes, fused_network
 from nafi.fusion.moments import check_moments
-from nafi.fusion.networks import Networks, prepare
+from nafi.fusion.networks import Networks, check_clip, prepare
 from nafi.fusion.screen import Screen
 from nafi.fusion.widths import MaxWidth, width_limits
 
@@ -139,10 +139,7 @@ def nafi(task: Task, **options: Any) -> FusionResult:
     matchers = [Matcher(penalty=lam, seed=task.seed, **chosen) for lam in settings.penalties]
     networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm)
     check_classes(networks.clients, networks.spec)
-    if settings.clip is not None and task.batchnorm == "average":
-        raise InputError(
-            "clip: lengths of neurons mean nothing before normalisation; use batchnorm='attach'"
-        )
+    check_clip(settings.screen, task.batchnorm)
     networks = networks.screened(settings.screen)
     moments = check_moments(networks, settings.input_moments)
     limits = width_limits(networks, settings.max_width)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from nafi.errors import InputError
-from nafi.graph.trace import evaluating, first_line
+from nafi.fusion.moments import run_batches
+from nafi.graph.trace import evaluating
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -20,7 +20,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     """Measure the statistics of a network's batch normalisation on some inputs, in place.
 
     batches: inputs of the network, or tuples that begin with them, as a DataLoader gives; no labels
-        are needed, and some dozens of inputs will do
+        are needed, and some dozens of inputs will do, two or more in each batch
 
     The mean of neurons that differ varies less than they do. Normalisation that was averaged with
     its neurons (`nafi.fuse(..., batchnorm="average")`) gives them back the variance they had, once
@@ -29,28 +29,17 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     momenta = [norm.momentum for norm in norms]
-    found: list[dict[str, Tensor]] = []
-    given = False
     try:
         with evaluating(model):  # which puts statistics back as well, whatever happens
             for norm in norms:
                 norm.reset_running_stats()
                 norm.momentum = None  # the mean over all batches
                 norm.train()
-            for batch in batches:
-                model(batch[0] if isinstance(batch, list | tuple) else batch)
-                given = True
+            run_batches(model, batches, "calibrate")
             found = [{n: b.clone() for n, b in norm.named_buffers()} for norm in norms]
-    except (RuntimeError, TypeError, IndexError, ValueError) as error:
-        raise InputError(
-            f"calibrate: the network does not run on a batch: {first_line(error)}; expected "
-            "batches of two or more inputs, or tuples that begin with them"
-        ) from None
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-    if not given:
-        raise InputError("calibrate: no batch was given")
     for norm, statistics in zip(norms, found, strict=True):
         norm.load_state_dict(statistics, strict=False)
     return model.eval()

@@ -56,20 +56,28 @@ def input_moments(
     ]
     try:
         with evaluating(model):
-            for batch in batches:
-                # A loader gives inputs with their labels.
-                model(batch[0] if isinstance(batch, list | tuple) else batch)
-    except (RuntimeError, TypeError, IndexError) as error:
-        raise InputError(
-            f"input_moments: the network does not run on a batch: {first_line(error)}; expected "
-            "batches of inputs, or tuples that begin with them"
-        ) from None
+            run_batches(model, batches, "input_moments")
     finally:
         for handle in handles:
             handle.remove()
-    if not sums:
-        raise InputError("input_moments: no batch was given")
     return {name: (total / counts[name]).numpy() for name, total in sums.items()}
+
+
+def run_batches(model: nn.Module, batches: Iterable[Any], caller: str) -> None:
+    """Run a network on batches of inputs, for what can be seen on the way."""
+    count = 0
+    try:
+        for batch in batches:
+            # A loader gives inputs with their labels.
+            model(batch[0] if isinstance(batch, list | tuple) else batch)
+            count += 1
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise InputError(
+            f"{caller}: the network does not run on a batch: {first_line(error)}; expected "
+            "batches of inputs, or tuples that begin with them"
+        ) from None
+    if not count:
+        raise InputError(f"{caller}: no batch was given")
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:

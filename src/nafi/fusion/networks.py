@@ -153,6 +153,14 @@ def check_batchnorm(value: str, known: Sequence[str] = BATCHNORM) -> None:
         raise InputError(f"batchnorm: found {value!r}, expected one of {', '.join(known)}")
 
 
+def check_clip(screen: Screen, batchnorm: str) -> None:
+    """Refuse to look at the lengths of neurons before their normalisation."""
+    if screen.clip is not None and batchnorm == "average":
+        raise InputError(
+            "clip: lengths of neurons mean nothing before normalisation; use batchnorm='attach'"
+        )
+
+
 def _folded(
     model: nn.Module, spec: ModelSpec, clients: Clients, index: int
 ) -> tuple[nn.Module, ModelSpec]:
