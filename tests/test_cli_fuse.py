@@ -200,7 +200,7 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("suffix", r"--out: found g\.pt, expected a name that ends in \.safetensors"),
         ("page suffix", r"--report: found page\.pdf, expected a name that ends in \.html"),
         ("twice", r"penalty is given twice"),
-        ("moments", r"input_moments: expected a list with a dict"),
+        ("moments", r"method nafi has no option 'input_moments'"),
         ("samples", r"--sample-counts: found '3,x'"),
     ],
 )

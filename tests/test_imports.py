@@ -9,10 +9,11 @@ import nafi
 
 SOURCE = Path(nafi.__file__).parent
 
-# Each package and what it may import beside itself, the errors and the version.
+# Each package and what it may import beside itself, errors, options and the version.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
+    "options": set(),
     "matching": set(),
     "graph": set(),
     "fusion": {"matching", "graph"},
@@ -58,7 +59,7 @@ def violations(package: str, names: set[str]) -> set[str]:
     for name in names:
         parts = name.split(".")
         if parts[0] == "nafi":
-            allowed = ALLOWED[package] | {package, "errors", "version"}
+            allowed = ALLOWED[package] | {package, "errors", "options", "version"}
             wrong |= {name} if len(parts) > 1 and parts[1] not in allowed else set()
         elif package not in RESERVED.get(parts[0], {package}):
             wrong.add(name)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import nafi
 from nafi.errors import InputError, NafiError
-from nafi.fusion import FUSERS
+from nafi.fusion import METHODS as REGISTRY
+from nafi.fusion import AligningMethod, make_method, option_names
 from nafi.graph import permute
 from nafi.graph.permute import random_permutations
 from tests.fusion.networks import MLP, gap, outputs, seeded, trained_norms
 
-METHODS = list(FUSERS)
+METHODS = list(REGISTRY)
+ALIGNING = [method for method in METHODS if issubclass(REGISTRY[method], AligningMethod)]
 # Averaging by position depends on the order of neurons; that is why it fails.
 SEE_NEURONS = [method for method in METHODS if method != "fedavg"]
 WIDTHS = (7, 9, 8, 4)
@@ -32,6 +36,11 @@ def fused(models: list[Any], method: str, **options: Any) -> nafi.FusionResult:
     return nafi.fuse(models, INPUTS, method=method, **options)
 
 
+def counted(models: list[Any], method: str, counts: Any = COUNTS, **options: Any) -> Any:
+    """Fused with class counts, where the method uses them."""
+    return fused(models, method, **REGISTRY[method]().used(class_counts=counts), **options)
+
+
 def test_all_methods_are_known() -> None:
     assert set(METHODS) == {"nafi", "pfnm", "fedavg", "ot", "rebasin", "ensemble"}
 
@@ -41,9 +50,8 @@ def test_all_methods_are_known() -> None:
 def test_shape_and_type(method: str, dtype: torch.dtype) -> None:
     models = [model.to(dtype) for model in clients()]
     before = [{n: t.clone() for n, t in m.state_dict().items()} for m in models]
-    found = nafi.fuse(
-        models, (INPUTS[0].to(dtype),), method=method, class_counts=COUNTS, batchnorm="attach"
-    )
+    used = REGISTRY[method]().used(class_counts=COUNTS)
+    found = nafi.fuse(models, (INPUTS[0].to(dtype),), method=method, **used)
     with torch.no_grad():
         result = found.model(INPUTS[0].to(dtype))
     assert result.shape == (5, 4)
@@ -58,7 +66,8 @@ def test_shape_and_type(method: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_seed_decides(method: str) -> None:
-    one, two = (fused(clients(), method, seed=4, class_counts=COUNTS) for _ in range(2))
+    seed = {"seed": 4} if "seed" in option_names(method) else {}
+    one, two = (counted(clients(), method, **seed) for _ in range(2))
     assert one.widths == two.widths
     for a, b in zip(outputs(one.model, INPUTS), outputs(two.model, INPUTS), strict=True):
         assert a.equal(b)
@@ -67,9 +76,9 @@ def test_a_seed_decides(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_order_of_models_does_not_matter(method: str) -> None:
     models = clients()
-    plain = fused(models, method, class_counts=COUNTS)
+    plain = counted(models, method)
     order = [2, 0, 1]
-    turned = fused([models[s] for s in order], method, class_counts=[COUNTS[s] for s in order])
+    turned = counted([models[s] for s in order], method, [COUNTS[s] for s in order])
     assert gap(turned.model, plain.model, INPUTS) < 1e-5
     for group in plain.assignments:
         for place, s in enumerate(order):
@@ -83,7 +92,7 @@ def test_the_order_of_neurons_does_not_matter(method: str) -> None:
     spec = nafi.groups(models[0], INPUTS)
     generator = torch.Generator().manual_seed(0)
     shuffled = [permute(model, spec, random_permutations(spec, generator)) for model in models]
-    plain, other = (fused(given, method, class_counts=COUNTS) for given in (models, shuffled))
+    plain, other = (counted(given, method) for given in (models, shuffled))
     assert plain.widths == other.widths
     assert gap(other.model, plain.model, INPUTS) < 1e-4
 
@@ -95,7 +104,7 @@ def test_unequal_widths(method: str) -> None:
         with pytest.raises(InputError, match=r"model 1.*needs equal widths, nafi does not"):
             fused(models, method)
         return
-    found = fused(models, method, class_counts=COUNTS)
+    found = counted(models, method)
     assert outputs(found.model, INPUTS)[0].shape == (5, 4)
     for group, local in [("layers.0", [9, 6, 9]), ("layers.1", [8, 8, 5])]:
         if method != "ensemble":
@@ -103,7 +112,7 @@ def test_unequal_widths(method: str) -> None:
             assert found.widths[group] in range(max(local) if method != "ot" else 1, sum(local) + 1)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALIGNING)
 @pytest.mark.parametrize("batchnorm", ["attach", "fold", "average"])
 def test_batch_normalisation(method: str, batchnorm: str) -> None:
     """Two equal networks fuse into the same function, whatever becomes of the normalisation."""
@@ -111,9 +120,8 @@ def test_batch_normalisation(method: str, batchnorm: str) -> None:
     images: tuple[Tensor, ...] = (torch.randn(2, 3, 6, 6),)
     found = nafi.fuse([model, trained_norms(0)], images, method=method, batchnorm=batchnorm)
     assert gap(found.model, model, images) < 1e-5
-    if method in ("nafi", "pfnm", "ot", "rebasin"):
-        kept = set(found.model.state_dict()) == set(model.state_dict())
-        assert kept == (batchnorm != "fold")
+    kept = set(found.model.state_dict()) == set(model.state_dict())
+    assert kept == (batchnorm != "fold")
 
 
 @pytest.mark.parametrize(
@@ -154,3 +162,80 @@ def test_one_model_is_refused(method: str) -> None:
 def test_an_unknown_option_is_named(method: str) -> None:
     with pytest.raises(NafiError, match=f"method {method} has no option 'penaltee'"):
         fused(clients(), method, penaltee=1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_method_does_not_use_is_refused(method: str) -> None:
+    moments = [{"layers.0.weight": np.ones(7)}] * 3
+    data = {"class_counts": COUNTS, "sample_counts": [1, 2, 3], "input_moments": moments}
+    for name, value in data.items():
+        if name in REGISTRY[method].uses:
+            assert (
+                outputs(fused(clients(), method, **{name: value}).model, INPUTS)[0].isfinite().all()
+            )
+        else:
+            with pytest.raises(InputError, match=f"{name}: method {method} does not use them"):
+                fused(clients(), method, **{name: value})
+    for name in {"seed", "batchnorm"} - set(option_names(method)):
+        with pytest.raises(InputError, match=f"method {method} has no option '{name}'"):
+            fused(clients(), method, **{name: "attach" if name == "batchnorm" else 0})
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "value"),
+    [
+        ("nafi", "divergence", "kll"),
+        ("nafi", "penalty", -1),
+        ("nafi", "penalty", []),
+        ("nafi", "penalty", [0.1, "x"]),
+        ("nafi", "penalty", float("nan")),
+        ("nafi", "mass", -1),
+        ("nafi", "mass", True),
+        ("nafi", "sweeps", -1),
+        ("nafi", "sweeps", 1.5),
+        ("nafi", "compat", "x"),
+        ("nafi", "seed", -1),
+        ("nafi", "max_width", 0),
+        ("nafi", "max_width", float("inf")),
+        ("nafi", "max_width", {"layers.0": "x"}),
+        ("nafi", "clip", 0.0),
+        ("nafi", "trim", 0.5),
+        ("pfnm", "evidence", 0.0),
+        ("pfnm", "direction", "sideways"),
+        ("ot", "metric", "manhattan"),
+        ("ot", "reference", -1),
+        ("rebasin", "sweeps", 0),
+        ("rebasin", "restore_norm", "no"),
+        ("ensemble", "average", "medians"),
+        *[(method, "batchnorm", "folded") for method in ("nafi", "pfnm", "ot", "rebasin")],
+    ],
+)
+def test_values_are_checked_when_a_method_is_made(method: str, option: str, value: Any) -> None:
+    """Before any model is looked at: here there are none."""
+    with pytest.raises(InputError, match=f"^{option}: found"):
+        make_method(method, **{option: value})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_prints_and_saves_itself(method: str) -> None:
+    made = make_method(method)
+    settings = json.loads(json.dumps(made.settings()))
+    assert set(settings) == set(option_names(method))
+    assert make_method(method, **settings) == made
+    assert repr(made).startswith(type(made).__name__)
+    assert fused(clients(), method).diagnostics["method"] == method
+
+
+def test_a_method_that_is_made_takes_no_further_options() -> None:
+    made = make_method("nafi", penalty=0.2)
+    found = nafi.fuse(clients(), INPUTS, made)
+    assert found.widths == nafi.fuse(clients(), INPUTS, penalty=0.2).widths
+    assert found.diagnostics["options"]["penalty"] == 0.2
+    with pytest.raises(InputError, match="nafi is made already; give it mass there"):
+        nafi.fuse(clients(), INPUTS, made, mass=2.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_result_can_be_scored(method: str) -> None:
+    found = nafi.fuse(clients(), INPUTS, method, validate=lambda model: 7.0)
+    assert found.diagnostics["score"] == 7.0

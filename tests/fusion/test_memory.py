@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from nafi.fusion import FUSERS
+from nafi.fusion import METHODS as REGISTRY
 
 PROBE = """
 import copy, gc, json, re, sys
@@ -39,7 +39,7 @@ print(json.dumps((kilobytes("VmHWM") - before) * 1024 / size))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-@pytest.mark.parametrize("method", list(FUSERS))
+@pytest.mark.parametrize("method", list(REGISTRY))
 def test_memory_stays_within_three_times_the_inputs(method: str) -> None:
     # Freed memory goes back to the system at once, so that what is measured is what is in use.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}

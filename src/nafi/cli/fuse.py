@@ -52,10 +52,13 @@ def fuse(
         typer.Option(help="Samples of each checkpoint, like 120,80,40, if there are no classes."),
     ] = None,
     batchnorm: Annotated[
-        str, typer.Option(help="attach or fold; average, for nafi.calibrate afterwards.")
-    ] = "attach",
+        str | None,
+        typer.Option(help="attach (default) or fold; average, for nafi.calibrate afterwards."),
+    ] = None,
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides the order of the models.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="nafi, pfnm, rebasin: the order of the models.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Also write a page, .html.")] = None,
     as_json: Annotated[bool, AS_JSON] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
@@ -64,30 +67,37 @@ def fuse(
     from nafi.checkpoints import load_clients, save
     from nafi.files import check_writable, read_json
     from nafi.fusion import fuse as fuse_models
-    from nafi.fusion.base import fuser_named
+    from nafi.fusion import make_method
 
     _check_targets(out, report, checkpoints)
     for target in filter(None, [out, report]):
         check_writable(target, force)
-    options = _method_options(penalty, evidence, max_width, option or [])
-    fuser_named(method, options)  # before any file is read
+    own = {"penalty": penalty, "evidence": evidence, "max_width": max_width}
+    own |= {"batchnorm": batchnorm, "seed": seed}
+    chosen = make_method(method, **_method_options(own, option or []))  # before any file is read
     with told_warnings():
         files = load_clients(checkpoints, model, input_shape or [])
-    counts = read_json(class_counts) if class_counts is not None else files.class_counts
-    samples = files.sample_counts if sample_counts is None else _numbers(sample_counts)
+    # What files know of their data is used where the method can; what the user gives must be.
+    known: dict[str, Any] = {
+        "class_counts": files.class_counts,
+        "sample_counts": files.sample_counts,
+    }
+    used = chosen.used(**known)
+    if class_counts is not None:
+        used["class_counts"] = read_json(class_counts)
+    if sample_counts is not None:
+        used["sample_counts"] = _numbers(sample_counts)
     with told_warnings(), progress_bar(as_json) as progress:
         result = fuse_models(
             files.models,
             files.example_inputs,
-            method=method,
-            class_counts=counts,
-            sample_counts=samples,
-            seed=seed,
-            batchnorm=batchnorm,
+            chosen,
             names=[str(path) for path in checkpoints],
             progress=progress,
-            **options,
+            **used,
         )
+    known |= used
+    counts, samples = known["class_counts"], known["sample_counts"]
     save(
         result,
         out,
@@ -146,9 +156,8 @@ def _tell(result: FusionResult, out: Path, report: Path | None, as_json: bool) -
         console.print(f"The page is in {report}", soft_wrap=True, markup=False)
 
 
-def _method_options(
-    penalty: float | None, evidence: float | None, max_width: str | None, others: list[str]
-) -> dict[str, Any]:
+def _method_options(own: dict[str, Any], others: list[str]) -> dict[str, Any]:
+    """The options of the method, from options of the command and from NAME=VALUE."""
     options: dict[str, Any] = {}
     for text in others:
         name, found, value = text.partition("=")
@@ -158,19 +167,21 @@ def _method_options(
             options[name.replace("-", "_")] = json.loads(_WORDS.get(value, value))
         except ValueError:
             options[name.replace("-", "_")] = value
-    own: dict[str, Any] = {"penalty": penalty, "evidence": evidence, "max_width": max_width}
-    if max_width is not None:
-        try:
-            factor = max_width.endswith("x")
-            own["max_width"] = float(max_width[:-1]) if factor else int(max_width)
-        except ValueError:
-            raise InputError(
-                f"--max-width: found {max_width!r}, expected neurons like 300 or a factor like 2.5x"
-            ) from None
+    if own["max_width"] is not None:
+        own = {**own, "max_width": _max_width(own["max_width"])}
     for name in own:
         if own[name] is not None and name in options:
             raise InputError(f"{name} is given twice, once as --option; give it once")
     return options | {name: value for name, value in own.items() if value is not None}
+
+
+def _max_width(text: str) -> int | float:
+    try:
+        return float(text[:-1]) if text.endswith("x") else int(text)
+    except ValueError:
+        raise InputError(
+            f"--max-width: found {text!r}, expected neurons like 300 or a factor like 2.5x"
+        ) from None
 
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}

@@ -25,7 +25,7 @@ from nafi.experiments.populations import (
 )
 from nafi.experiments.rounds import run_rounds
 from nafi.federated.run import Progress
-from nafi.fusion import FUSERS, fuse
+from nafi.fusion import fuse, make_method, option_names
 from nafi.graph import ModelSpec, groups
 from nafi.version import __version__
 
@@ -151,17 +151,18 @@ def _fused(cell: Cell) -> list[Record]:
         inputs = (clients.test.inputs[:2],)
         spec = spec or groups(clients.models[0], inputs)
         limit = experiment.width_limit
-        if limit != "none" and "max_width" in FUSERS[cell.method.method].options:
+        if limit != "none" and "max_width" in option_names(cell.method.method):
             options.setdefault("max_width", limit)
+        if "seed" in option_names(cell.method.method):
+            options["seed"] = cell.trial
+        method = make_method(cell.method.method, **options)
         start = time.perf_counter()
         result = fuse(
             attacked(clients.models, cell.method.attack, experiment.attackers, cell.seed),
             inputs,
-            method=cell.method.method,
-            class_counts=clients.counts,
-            seed=cell.trial,
+            method,
             spec=spec,
-            **options,
+            **method.used(class_counts=clients.counts),
         )
         seconds = time.perf_counter() - start
         validation, test = (

@@ -21,7 +21,7 @@ from nafi.experiments.entries import accuracy
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import PAPER, train_clients
-from nafi.fusion import fuse
+from nafi.fusion import fuse, make_method, option_names
 
 CLIENTS = 8
 ALPHA = 0.5
@@ -78,14 +78,10 @@ def run_demo(seed: int, progress: Callable[[str, int, int], None]) -> Demo:
     for done, (label, method, options) in enumerate(methods):
         progress(label, done + 1, steps)
         start = time.perf_counter()
-        result = fuse(
-            models,
-            (data.test.inputs[:2],),
-            method=method,
-            class_counts=counts,
-            seed=seed,
-            **options,
-        )
+        seeded = {"seed": seed} if "seed" in option_names(method) else {}
+        chosen = make_method(method, **seeded, **options)
+        inputs = (data.test.inputs[:2],)
+        result = fuse(models, inputs, chosen, **chosen.used(class_counts=counts))
         seconds = time.perf_counter() - start
         neurons = sum(result.widths.values()) or WIDTH * (CLIENTS if method == "ensemble" else 1)
         rows.append(DemoRow(label, accuracy(result.model, data.test), neurons, seconds))

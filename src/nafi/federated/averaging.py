@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,47 +19,39 @@ from torch import Tensor, nn
 from nafi.errors import InputError
 from nafi.federated.architecture import Form
 from nafi.federated.strategy import State, Strategy, Task, Update, class_table, tensors_of
-from nafi.fusion import fuse
-from nafi.fusion.base import check_switch
+from nafi.fusion import FedAvg, Method, Nafi, fuse
 from nafi.fusion.merge import check_class_axis, class_axis
-from nafi.fusion.networks import check_batchnorm, check_clip
 from nafi.fusion.screen import Screen, real
 from nafi.fusion.widths import check_max_width
 from nafi.graph.spec import ModelSpec, holds_numbers, widened
-
-AVERAGE = "fedavg"
+from nafi.options import SWITCH, one_of
 
 
 @dataclass(frozen=True, eq=False)
 class FusionRounds(Strategy):
     """Clients train the global model, and what they send is fused into the next.
 
-    first, then: methods of `nafi.fuse` for the first round and for all others
-    options: of the method that is not the plain average
+    first, then: methods for the first round and for all others. Matched every round, normalisation
+        is to be averaged (batchnorm="average"): attached, its statistics would start anew each time
     shared_start: whether all clients start from the same weights; else each draws its own, and the
         first round must match them
     class_shares: average the output layer by who has seen which class; in all other layers clients
         then count the same, as in `nafi.fuse`. Without it, all is the mean by samples
     screen: against clients that send harmful weights; averaging then holds all updates at once
-    batchnorm: what becomes of normalisation where neurons are matched, "attach" or "average" as in
-        `nafi.fuse`. Matched every round, it is to be averaged: attached, its statistics would start
-        anew each time
     """
 
-    first: str = AVERAGE
-    then: str = AVERAGE
-    options: Mapping[str, Any] = field(default_factory=dict)
+    first: Method = field(default_factory=FedAvg)
+    then: Method = field(default_factory=FedAvg)
     shared_start: bool = True
     class_shares: bool = False
     screen: Screen = field(default_factory=Screen)
-    batchnorm: str = "attach"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_switch(self.class_shares, "class_shares")
-        check_batchnorm(self.batchnorm, ("attach", "average"))
-        check_clip(self.screen, self.batchnorm)
-        check_max_width(self.options.get("max_width"), self.architecture.spec)
+        SWITCH.check(self.class_shares, "class_shares")
+        batchnorm = getattr(self.first, "batchnorm", "attach")
+        one_of(["attach", "average"]).check(batchnorm, "batchnorm")
+        check_max_width(getattr(self.first, "max_width", None), self.architecture.spec)
 
     def start(self) -> State:
         form = self.architecture.form
@@ -72,12 +63,12 @@ class FusionRounds(Strategy):
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         method = self.first if state.round == 0 else self.then
-        if method == AVERAGE:
+        if isinstance(method, FedAvg):
             _, spec = self.architecture.network(state.form)
             mean = partial(screened_average, self.screen) if self.screen.active else average
             tensors = mean(updates, spec, state.tensors, self.class_shares)
             return State(state.round + 1, state.form, tensors)
-        return self._fused(state, list(updates), method, self.options)
+        return self._fused(state, list(updates), method)
 
     def model(self, state: State) -> nn.Module:
         tensors = state.tensors or self.architecture.drawn(state.form, self.seed)
@@ -92,22 +83,19 @@ class FusionRounds(Strategy):
         if not state.tensors:
             raise InputError("there is no global model to join before the first round")
         late = self.architecture.filled(self.architecture.form, update.tensors)
-        options = dict(self.options if self.first == "nafi" else {})
-        for name in ("clip", "trim"):  # two models have no usual
-            options.pop(name, None)
+        method = self.first if isinstance(self.first, Nafi) else Nafi()
+        widths = dict(state.form.widths)
+        # Two models have no usual.
+        alike = replace(method, seed=self.seed, max_width=widths, clip=None, trim=0.0)
         found = fuse(
             [self.model(state), late],
             self.architecture.example_inputs,
-            method="nafi",
+            alike,
             sample_counts=[weight, update.samples],
-            seed=self.seed,
-            **{**options, "max_width": dict(state.form.widths)},
         )
         return State(state.round, Form(found.widths), tensors_of(found.model, state.tensors))
 
-    def _fused(
-        self, state: State, updates: list[Update], method: str, options: Mapping[str, Any]
-    ) -> State:
+    def _fused(self, state: State, updates: list[Update], method: Method) -> State:
         models = [self.architecture.filled(state.form, u.tensors) for u in updates]
         _, spec = self.architecture.network(state.form)
         if len(models) == 1:
@@ -115,14 +103,12 @@ class FusionRounds(Strategy):
         found = fuse(
             models,
             self.architecture.example_inputs,
-            method=method,
-            class_counts=class_table(updates),
-            sample_counts=[u.samples for u in updates],
-            seed=self.seed,
+            replace(method, **({"seed": self.seed} if "seed" in method.option_names() else {})),
             spec=spec,
-            batchnorm=self.batchnorm,
             names=[f"client {u.client}" for u in updates],
-            **options,
+            **method.used(
+                class_counts=class_table(updates), sample_counts=[u.samples for u in updates]
+            ),
         )
         form = Form(found.widths or state.form.widths)
         return State(state.round + 1, form, tensors_of(found.model, spec.axes))

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from nafi.errors import InputError
 from nafi.federated.architecture import Form, Tensors, load_tensors
 from nafi.federated.strategy import Member, State, Strategy, Task, Update, class_table
-from nafi.fusion.base import check_switch
+from nafi.fusion import Bayesian, Nafi
 from nafi.fusion.clients import check_clients
-from nafi.fusion.descent import Descent, Matcher, in_place, next_group
+from nafi.fusion.descent import Descent, in_place, next_group
 from nafi.fusion.merge import merge
-from nafi.fusion.networks import Networks, check_batchnorm, prepare
-from nafi.fusion.screen import Screen
-from nafi.fusion.widths import MaxWidth, check_max_width, width_limits
+from nafi.fusion.networks import Networks
+from nafi.fusion.widths import check_max_width
 from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
 from nafi.graph.lift import Positions, bias_of, lift, lifted_rows, row_axes
 from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import named_tensors
+from nafi.options import SWITCH, one_of
 
 Pairs = Sequence[tuple[str, str]]
 
@@ -43,30 +43,24 @@ class Layerwise(Strategy):
 
     freeze: whether clients leave settled layers as they are; else they train them on, and these
         layers are averaged in every round
-    matcher: how groups are matched; a penalty of 0 is pfnm, and the strategy then FedMA
-    max_width: as in `nafi.fuse`, by the widths of the clients' networks
-    restore_norm: give merged neurons the mean norm of their members
-    batchnorm: a layer's normalisation is folded into it, with each client's own statistics, when
-        the layer is matched; "attach" gives the final model an identity in its place to train on,
-        "fold" leaves it folded
-    screen: against clients that send harmful weights
+    method: how groups are matched; with pfnm the strategy is FedMA. A layer's normalisation is
+        folded into it, with each client's own statistics, when the layer is matched; its
+        batchnorm="attach" gives the final model an identity in its place to train on, "fold"
+        leaves it folded
 
     The server holds one set of weights for every client.
     """
 
     freeze: bool = True
-    matcher: Matcher = field(default_factory=Matcher)
-    max_width: MaxWidth = None
-    restore_norm: bool = True
-    batchnorm: str = "attach"
-    screen: Screen = field(default_factory=Screen)
+    method: Bayesian = field(default_factory=Nafi)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_switch(self.freeze, "freeze")
-        check_switch(self.restore_norm, "restore_norm")
-        check_batchnorm(self.batchnorm, ("attach", "fold"))
-        check_max_width(self.max_width, self.architecture.spec)
+        SWITCH.check(self.freeze, "freeze")
+        one_of(["attach", "fold"]).check(self.method.batchnorm, "batchnorm")
+        one_of(["bottom-up"]).check(self.method.direction, "direction")
+        self.method.check_one_variant()
+        check_max_width(self.method.max_width, self.architecture.spec)
 
     def start(self) -> State:
         return State(0, self.architecture.form)
@@ -101,7 +95,7 @@ class Layerwise(Strategy):
         networks = self._networks(state)
         descent = self._descent(state, networks)
         descent.run("bottom-up", lambda step, done, total: None)
-        tensors = self._merged(networks, descent.placements, self.restore_norm)
+        tensors = self._merged(networks, descent.placements, self.method.restore_norm)
         folded = replace(networks, batchnorm="fold")
         model, spec, _ = folded.build(tensors, descent.widths)
         return self._with_batchnorm(model, spec, {})
@@ -127,16 +121,12 @@ class Layerwise(Strategy):
             [f"client {name}" for name in state.members],
         )
         _, spec = self.architecture.network(state.form)
-        networks = prepare(clients, self.architecture.example_inputs, spec, "attach")
-        return networks.screened(self.screen)
+        return self.method.prepare(clients, self.architecture.example_inputs, spec)
 
     def _descent(self, state: State, networks: Networks) -> Descent:
-        if state.round < self.layers:
-            limits = width_limits(networks, self.max_width)
-        else:
-            limits = networks.spec.widths
-        matcher = replace(self.matcher, seed=self.seed)
-        return Descent(networks, matcher, limits, matched=state.matched)
+        limits = None if state.round < self.layers else networks.spec.widths
+        method = replace(self.method, seed=self.seed)
+        return method.descent(networks, limits=limits, matched=state.matched)
 
     def _match_group(self, state: State, networks: Networks) -> State:
         """Settle the next group: its own tensors for all, the others in each client's way."""
@@ -150,7 +140,7 @@ class Layerwise(Strategy):
             for name in networks.spec.axes
             if name not in frozen and _is_settled(name, networks.spec, matched)
         ]
-        merged = self._merged(networks, descent.placements, self.restore_norm, names)
+        merged = self._merged(networks, descent.placements, self.method.restore_norm, names)
         settled = {**frozen, **merged}
         _, spec = self.architecture.network(state.form)
         pairs = [
@@ -195,7 +185,7 @@ class Layerwise(Strategy):
         names: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
         return merge(
-            networks, placements, restore_norm=restore_norm, names=names, screen=self.screen
+            networks, placements, restore_norm=restore_norm, names=names, screen=self.method.screen
         )
 
     def _for_newcomers(self, state: State) -> dict[str, Tensor]:
@@ -211,7 +201,7 @@ class Layerwise(Strategy):
 
     def _with_batchnorm(self, model: nn.Module, spec: ModelSpec, tensors: Tensors) -> nn.Module:
         load_tensors(model, tensors)
-        if self.batchnorm == "attach" and spec.folded:
+        if self.method.batchnorm == "attach" and spec.folded:
             original, _ = self.architecture.network(self.architecture.form)
             model, _ = attach_batchnorm(model, spec, like=original)
         return model.eval()

@@ -16,18 +16,14 @@ from nafi.federated.averaging import FusionRounds
 from nafi.federated.layerwise import Layerwise
 from nafi.federated.strategy import Strategy
 from nafi.federated.training import Training
-from nafi.fusion import FUSERS
-from nafi.fusion.base import fuser_named
-from nafi.fusion.bayesian import Settings
-from nafi.fusion.descent import Matcher
+from nafi.fusion import METHODS, AligningMethod, Bayesian, Method, make_method
+from nafi.fusion import option_names as method_options
 from nafi.fusion.screen import Screen
+from nafi.options import check_names
 
 STRATEGIES = ("fedavg", "fedprox", "ot", "rebasin", "match-then-average", "layerwise")
 _OF_TRAINING = tuple(f.name for f in fields(Training))
-_OF_MATCHER = tuple(f.name for f in fields(Matcher) if f.name != "seed")
-_OF_SETTINGS = tuple(f.name for f in fields(Settings))
 _OF_SCREEN = tuple(f.name for f in fields(Screen))
-_OF_LAYERWISE = ("method", "freeze", "max_width", "restore_norm", "batchnorm")
 
 
 def make_strategy(
@@ -55,46 +51,38 @@ def make_strategy(
     """
     if name not in STRATEGIES:
         raise InputError(f"strategy: found {name!r}, expected one of {', '.join(STRATEGIES)}")
-    known = option_names(name)
-    for option in options:
-        if option not in known:
-            raise InputError(
-                f"strategy {name} has no option {option!r}; its options: {', '.join(known)}"
-            )
-    given = dict(options)
-    changes = {key: given.pop(key) for key in _OF_TRAINING if key in given}
+    check_names(options, option_names(name), f"strategy {name}")
+    left = dict(options)
+    changes = {key: left.pop(key) for key in _OF_TRAINING if key in left}
     if name == "fedprox":
         changes.setdefault("proximal", 0.01)
-    chosen = replace(training, **changes)
-    common = (architecture, chosen, rounds, seed, fraction)
+    common = (architecture, replace(training, **changes), rounds, seed, fraction)
     if name == "layerwise":
-        return _layerwise(common, given)
-    shares = given.pop("class_shares", False)
+        freeze = left.pop("freeze", True)
+        method = _method(left, Bayesian)
+        assert isinstance(method, Bayesian)
+        return Layerwise(*common, freeze=freeze, method=method)
+    shares = left.pop("class_shares", False)
     if name in ("fedavg", "fedprox"):
-        return FusionRounds(*common, class_shares=shares, screen=Screen(**given))
-    batchnorm = given.pop("batchnorm", "attach" if name == "match-then-average" else "average")
-    method = given.pop("method", "nafi") if name == "match-then-average" else name
-    _check_fuser(method, given)
+        return FusionRounds(*common, class_shares=shares, screen=Screen(**left))
+    if name in METHODS:
+        each = make_method(name, **{"batchnorm": "average", **left})
+        return FusionRounds(*common, first=each, then=each, shared_start=False)
+    screen = Screen(**{key: left[key] for key in _OF_SCREEN if key in left})
+    first = _method(left, AligningMethod)
     return FusionRounds(
-        *common,
-        first=method,
-        then="fedavg" if name == "match-then-average" else name,
-        options=given,
-        shared_start=False,
-        class_shares=shares,
-        screen=Screen(**{key: given[key] for key in _OF_SCREEN if key in given}),
-        batchnorm=batchnorm,
+        *common, first=first, shared_start=False, class_shares=shares, screen=screen
     )
 
 
-def _check_fuser(method: str, options: Mapping[str, Any]) -> None:
-    """Refuse before the first round what `nafi.fuse` would refuse after it."""
-    if method not in ("nafi", "pfnm", "ot", "rebasin"):
-        raise InputError(f"method: found {method!r}, expected nafi, pfnm, ot or rebasin")
-    fuser_named(method, options)
-    if method in ("nafi", "pfnm"):
-        Matcher(**{key: options[key] for key in _OF_MATCHER if key in options})
-        Settings(**{key: options[key] for key in _OF_SETTINGS if key in options})
+def _method(options: Mapping[str, Any], kind: type) -> Method:
+    """The method that a strategy matches by, "nafi" unless its options say otherwise."""
+    left = dict(options)
+    name = left.pop("method", "nafi")
+    known = [method for method in METHODS if issubclass(METHODS[method], kind)]
+    if name not in known:
+        raise InputError(f"method: found {name!r}, expected one of {', '.join(known)}")
+    return make_method(name, **left)
 
 
 def option_names(name: str) -> list[str]:
@@ -102,33 +90,10 @@ def option_names(name: str) -> list[str]:
     own: dict[str, tuple[str, ...]] = {
         "fedavg": ("class_shares", *_OF_SCREEN),
         "fedprox": ("class_shares", *_OF_SCREEN),
-        "ot": ("batchnorm", *FUSERS["ot"].options),
-        "rebasin": ("batchnorm", *FUSERS["rebasin"].options),
-        "match-then-average": ("method", "class_shares", "batchnorm", *FUSERS["nafi"].options),
-        "layerwise": (*_OF_LAYERWISE, *_OF_MATCHER, *_OF_SCREEN),
+        "ot": method_options("ot"),
+        "rebasin": method_options("rebasin"),
+        "match-then-average": ("method", "class_shares", *method_options("nafi")),
+        "layerwise": ("method", "freeze", *method_options("nafi")),
     }
-    return list(dict.fromkeys((*own[name], *_OF_TRAINING)))
-
-
-def _layerwise(common: tuple[Any, ...], given: Mapping[str, Any]) -> Layerwise:
-    method = given.get("method", "nafi")
-    if method not in ("nafi", "pfnm"):
-        raise InputError(f"method: found {method!r}, expected nafi or pfnm")
-    settings = {key: given[key] for key in _OF_MATCHER if key in given}
-    if method == "pfnm":
-        if settings.get("penalty"):
-            raise InputError("penalty: pfnm has none; use the method nafi")
-        settings["penalty"] = 0.0
-    rest = {key: given[key] for key in _OF_LAYERWISE if key in given and key != "method"}
-    screen = Screen(**{key: given[key] for key in _OF_SCREEN if key in given})
-    architecture, training, rounds, seed, fraction = common
-    return Layerwise(
-        architecture,
-        training,
-        rounds,
-        seed,
-        fraction,
-        matcher=Matcher(**settings),
-        screen=screen,
-        **rest,
-    )
+    every = dict.fromkeys((*own[name], *_OF_TRAINING))
+    return [option for option in every if option != "seed"]

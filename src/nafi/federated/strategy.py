@@ -21,8 +21,8 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Architecture, Form, Tensors
 from nafi.federated.randomness import derived_seed
 from nafi.federated.training import Training
-from nafi.fusion.base import check_whole
 from nafi.graph.trace import named_tensors
+from nafi.options import whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +99,8 @@ class Strategy(ABC):
     fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        check_whole(self.rounds, "rounds", 1)
-        check_whole(self.seed, "seed", 0)
+        whole(1).check(self.rounds, "rounds")
+        whole(0).check(self.seed, "seed")
         share = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
         if not share or not 0 < self.fraction <= 1:
             raise InputError(f"fraction: found {self.fraction!r}, expected more than 0, at most 1")

@@ -1,9 +1,37 @@
 """S models in, one model out; uses `matching` and `graph`."""
 
-from nafi.fusion.api import fuse
-from nafi.fusion.base import FUSERS, FusionResult
+from nafi.fusion.api import Validate, fuse
+from nafi.fusion.averaging import FedAvg
+from nafi.fusion.bayesian import Bayesian, Nafi, Pfnm
 from nafi.fusion.calibration import calibrate
+from nafi.fusion.ensemble import Ensemble
+from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
-from nafi.fusion.widths import FusionWarning
+from nafi.fusion.networks import FusionWarning
+from nafi.fusion.rebasin import Rebasin
+from nafi.fusion.registry import METHODS, make_method, option_names
+from nafi.fusion.result import FusionResult
+from nafi.fusion.transport import Transport
 
-__all__ = ["FUSERS", "FusionResult", "FusionWarning", "calibrate", "fuse", "input_moments"]
+__all__ = [
+    "METHODS",
+    "AligningMethod",
+    "Alignment",
+    "Bayesian",
+    "Ensemble",
+    "FedAvg",
+    "FusionResult",
+    "FusionWarning",
+    "Method",
+    "Nafi",
+    "Pfnm",
+    "Progress",
+    "Rebasin",
+    "Transport",
+    "Validate",
+    "calibrate",
+    "fuse",
+    "input_moments",
+    "make_method",
+    "option_names",
+]

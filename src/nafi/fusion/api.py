@@ -6,32 +6,36 @@ Hides: the methods. Promises: all checks of models and options come before any w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 from torch import nn
 
 from nafi.errors import InputError
-from nafi.fusion import averaging, bayesian, ensemble, rebasin, transport  # noqa: F401 (register)
-from nafi.fusion.base import FusionResult, Progress, Task, check_whole, fuser_named
-from nafi.fusion.clients import check_clients
+from nafi.fusion.clients import Array, check_clients
+from nafi.fusion.method import Method, Progress
+from nafi.fusion.registry import make_method
+from nafi.fusion.result import FusionResult
 from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import Inputs, check_inputs
+
+Validate = Callable[[nn.Module], float]
 
 
 def fuse(
     models: Sequence[nn.Module],
     example_inputs: Inputs,
+    method: str | Method = "nafi",
     *,
-    method: str = "nafi",
     class_counts: npt.ArrayLike | None = None,
     sample_counts: npt.ArrayLike | None = None,
-    seed: int = 0,
+    input_moments: Sequence[Mapping[str, Array]] | None = None,
     spec: ModelSpec | None = None,
-    batchnorm: str = "attach",
     names: Sequence[str] | None = None,
+    validate: Validate | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> FusionResult:
@@ -41,62 +45,73 @@ def fuse(
         models: S networks; their widths may differ (except for fedavg and rebasin). They are left
             as they are.
         example_inputs: the arguments of a network's forward, as a tuple; only shapes matter.
-        method: nafi, pfnm, ot, rebasin, fedavg or ensemble.
+        method: nafi, pfnm, ot, rebasin, fedavg, ensemble, or the name of a method that another
+            package provides; or a `Method` that was made before.
         class_counts: (S, K) samples per model and class: the output layer is then averaged by who
             knows which class. Without it, models weigh the same, or by `sample_counts` (S,).
-        spec: the groups of the first model, from `nafi.groups`, if you have them.
-        batchnorm: normalisation is folded into the layers before matching; "attach" puts an
-            identity back, to train on; "fold" leaves it folded. With "average" it is only the
-            matching that looks at folded layers, and normalisation is averaged with its neurons:
-            for models from a common start, or to `nafi.calibrate` the result on a few inputs.
-        names: what errors call the models; progress: called with (next step, done, total).
-
-    Options of nafi and pfnm:
-        penalty: lam, for nafi only: more means fewer neurons. A list needs validate=, a function of
-            the fused model whose result is the higher the better; the best is kept and
-            `diagnostics["scores"]` tells all.
-        divergence: kl, reverse_kl, jeffreys, hellinger, wasserstein2; for nafi only.
-        evidence, prior_ratio: the squared norm of a mean neuron over the noise variance of its
-            group, and prior over noise variance; more evidence means more neurons, closer to
-            keeping all. `noise_precision` and `prior_precision` set absolute ones instead.
-        mass: gamma, the readiness to open new neurons.
-        max_width: most neurons of a group: a whole number, a float as a factor of the local width,
-            or either by group name.
-        direction: "bottom-up", or "top-down" as in the public PFNM code.
-        restore_norm: give merged neurons the mean norm of their members.
         input_moments: for each model {weight: mean squares of its inputs}, see
             `nafi.input_moments`; inputs that are mostly zero then count for little.
-        clip, trim: against models that may be harmful. Neurons longer than `clip` times the median
-            of their layer are shortened; every number is the mean over the models that own it
-            without the share `trim` of them at either end, and neurons of fewer models are not
-            read. 2.0 and 0.2, with a max_width of 1.5, are a start.
-        sweeps, compat: as in `nafi.match`.
+        spec: the groups of the first model, from `nafi.groups`, if you have them.
+        names: what errors call the models; progress: called with (next step, done, total).
+        validate: a function of the fused model, the higher the better, such as its accuracy on data
+            that clients held back. Its score is in `diagnostics`; where an option lists several
+            values, the best is kept.
+        options: of the method, see `nafi.fusion.Nafi` and the other classes, or `nafi methods`.
 
-    Options of others: ot: reference, metric, restore_norm; rebasin: sweeps, restore_norm;
-    ensemble: average ("logits" or "probabilities").
+    What a method does not use, such as counts for ot, rebasin and ensemble, is refused.
 
     Returns:
         A `FusionResult`; its `model` is in eval mode.
     """
-    function = fuser_named(method, options)
-    clients = check_clients(models, class_counts, sample_counts, names)
+    chosen = make_method(method, **options)
+    chosen.check_uses(
+        class_counts=class_counts, sample_counts=sample_counts, input_moments=input_moments
+    )
+    clients = check_clients(models, class_counts, sample_counts, names, input_moments)
     check_inputs(example_inputs)
     if spec is not None and not isinstance(spec, ModelSpec):
         raise InputError(f"spec: found {type(spec).__name__}, expected a ModelSpec of nafi.groups")
-    if progress is not None and not callable(progress):
-        raise InputError(f"progress: found {progress!r}, expected a function")
-    check_whole(seed, "seed", 0)
-    task = Task(
-        clients, example_inputs, spec, batchnorm, seed, progress or (lambda step, done, total: None)
-    )
+    for name, function in (("progress", progress), ("validate", validate)):
+        if function is not None and not callable(function):
+            raise InputError(f"{name}: found {function!r}, expected a function")
+    if validate is None:
+        chosen.check_one_variant()
+    report = progress or (lambda step, done, total: None)
     start = time.perf_counter()
-    result = function(task, **options)
-    seconds = time.perf_counter() - start
-    told = {
-        "method": method,
+    prepared = chosen.prepare(clients, example_inputs, spec)
+    if validate is None:
+        result = chosen.fuse(prepared, report)
+    else:
+        result = _best(chosen, prepared, validate, report)
+    diagnostics = {
+        "method": chosen.name,
         "models": len(clients),
-        "options": options,
-        "seed": seed,
-        "seconds": seconds,
+        "options": chosen.differences(type(chosen)()),
+        "seconds": time.perf_counter() - start,
     }
-    return replace(result, diagnostics={**told, **result.diagnostics})
+    return replace(result, diagnostics={**diagnostics, **result.diagnostics})
+
+
+def _best(method: Method, prepared: Any, validate: Validate, progress: Progress) -> FusionResult:
+    """The result of the variant with the highest score, with the scores of all."""
+    best, highest = None, -np.inf
+    scores = []
+    for variant in method.variants():
+        result = variant.fuse(prepared, progress)
+        score = _score(validate, result.model)
+        entry = {**variant.differences(method), "score": score}
+        scores.append({**entry, "widths": result.widths})
+        if score > highest:
+            best, highest = replace(result, diagnostics={**entry, "scores": scores}), score
+    if best is None:
+        raise InputError("validate: every score is NaN or minus infinity; there is no best")
+    return best
+
+
+def _score(validate: Validate, model: nn.Module) -> float:
+    value = validate(model)
+    try:
+        score = float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"validate: returned {value!r}, expected a number") from None
+    return -np.inf if np.isnan(score) else score

@@ -7,7 +7,7 @@ fit raises an error that names the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,12 +29,14 @@ class Clients:
     names: what errors call them
     class_counts: (S, K) samples per model and class, if known
     sample_counts: (S,) samples per model, if known
+    input_moments: for each model weight -> mean squares of its inputs, if known
     """
 
     models: tuple[nn.Module, ...]
     names: tuple[str, ...]
     class_counts: Array | None
     sample_counts: Array | None
+    input_moments: Sequence[Mapping[str, Array]] | None = None
 
     def __len__(self) -> int:
         return len(self.models)
@@ -62,6 +64,7 @@ def check_clients(
     class_counts: npt.ArrayLike | None,
     sample_counts: npt.ArrayLike | None,
     names: Sequence[str] | None,
+    input_moments: Sequence[Mapping[str, Array]] | None = None,
 ) -> Clients:
     """Check everything that does not need the networks' structure."""
     if isinstance(models, nn.Module) or not isinstance(models, Sequence):
@@ -84,7 +87,7 @@ def check_clients(
     samples = _counts(sample_counts, "sample_counts", len(models), 1)
     if samples is None and classes is not None:
         samples = classes.sum(axis=1)
-    return Clients(tuple(models), labels, classes, samples)
+    return Clients(tuple(models), labels, classes, samples, input_moments)
 
 
 def _check_same_tensors(

@@ -6,21 +6,21 @@ orders the columns of what comes next.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from nafi.errors import InputError
-from nafi.fusion.base import Progress
 from nafi.fusion.features import Moments, Table, known_share
 from nafi.fusion.heads import comparable
+from nafi.fusion.method import Alignment, Progress
 from nafi.fusion.networks import Networks
 from nafi.graph.lift import Positions
 from nafi.graph.spec import ModelSpec
-from nafi.matching import Matching, match
-from nafi.matching.columns import Index
+from nafi.matching import POPULARITY, Index, Matching, match
+from nafi.options import Options, number, one_of, option, optional, whole
 
 # The spread of the penalty is counted for so many columns, those of the paper's first layer. It
 # grows with the columns, though neurons are no further apart: without this, layers with many inputs
@@ -28,63 +28,62 @@ from nafi.matching.columns import Index
 PENALTY_COLUMNS = 800
 
 
-@dataclass(frozen=True)
-class Matcher:
-    """How the neurons of one group are matched.
+@dataclass(frozen=True, kw_only=True)
+class MatchingOptions(Options, ABC):
+    """How the neurons of one group are matched; see `nafi.match`.
 
     evidence: what a neuron of mean size is worth, its squared norm over the noise variance; the
         noise of each group is scaled to that, and the penalty's spread is counted for the same
-        number of columns, so that neither the size of the weights nor their number matters
+        number of columns, so that neither the size of the weights nor their number matters. More
+        evidence means more neurons, closer to keeping all
     prior_ratio: prior variance over noise variance
     noise_precision, prior_precision: absolute 1/variances instead, the same for every group; the
         penalty is then that of the paper
+    mass: gamma, the readiness to open new neurons
+    sweeps, compat, seed: as in `nafi.match`
     """
 
-    penalty: float = 0.4
-    divergence: str = "kl"
-    evidence: float = 150.0
-    prior_ratio: float = 1.0
-    noise_precision: float | None = None
-    prior_precision: float | None = None
-    mass: float = 1.0
-    sweeps: int = 10
-    compat: str = "paper"
-    seed: int = 0
+    evidence: float = option(number(above=0), 150.0)
+    prior_ratio: float = option(number(above=0), 1.0)
+    noise_precision: float | None = option(optional(number(above=0)), None)
+    prior_precision: float | None = option(optional(number(above=0)), None)
+    mass: float = option(number(above=0), 1.0)
+    sweeps: int = option(whole(0), 10)
+    compat: str = option(one_of(POPULARITY), "paper")
+    seed: int = option(whole(0), 0)
 
-    def __post_init__(self) -> None:
-        for name in ("evidence", "prior_ratio", "noise_precision", "prior_precision"):
-            value = getattr(self, name)
-            if value is None and name.endswith("precision"):
-                continue
-            if not (isinstance(value, int | float | np.number) and 0 < value < np.inf):
-                raise InputError(f"{name}: found {value!r}, expected a number above 0")
+    @property
+    @abstractmethod
+    def cost(self) -> tuple[float, str]:
+        """The penalty of a match and the divergence that it is for."""
 
-    def match(self, given: Table, limit: int, noise: float) -> Matching:
+    def match(self, table: Table, limit: int, noise: float) -> Matching:
         """Match the rows of a table; noise: the precision of a column of weight 1."""
         prior = noise / self.prior_ratio if self.prior_precision is None else self.prior_precision
+        penalty, divergence = self.cost
         return match(
-            given.neurons,
-            precisions=[noise * weights for weights in given.weights],
+            table.neurons,
+            precisions=[noise * weights for weights in table.weights],
             prior_precision=prior,
             mass=self.mass,
-            penalty=self.penalty,
+            penalty=penalty,
             dimension=PENALTY_COLUMNS if self.noise_precision is None else None,
-            divergence=self.divergence,
+            divergence=divergence,
             sweeps=self.sweeps,
             max_width=limit,
             compat=self.compat,
             seed=self.seed,
         )
 
-    def noise(self, given: Table) -> float:
+    def noise(self, table: Table) -> float:
         """The precision of a column of weight 1."""
         if self.noise_precision is not None:
             return self.noise_precision
         total = sum(
             float((np.square(neurons) @ weights).sum())
-            for neurons, weights in zip(given.neurons, given.weights, strict=True)
+            for neurons, weights in zip(table.neurons, table.weights, strict=True)
         )
-        count = sum(neurons[..., 0].size for neurons in given.neurons)
+        count = sum(neurons[..., 0].size for neurons in table.neurons)
         return self.evidence * count / total if total > 0 else 1.0
 
 
@@ -96,7 +95,7 @@ class Descent:
     """
 
     networks: Networks
-    matcher: Matcher
+    options: MatchingOptions
     limits: Mapping[str, int]
     moments: Moments = field(default_factory=dict)
     matched: Collection[str] = ()
@@ -105,6 +104,11 @@ class Descent:
 
     def __post_init__(self) -> None:
         self.placements = [in_place(spec, self.matched) for spec in self.networks.specs]
+
+    @property
+    def alignment(self) -> Alignment:
+        """Where the neurons of all matched groups went."""
+        return Alignment(self.placements, self.widths, self.matchings)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -129,7 +133,7 @@ class Descent:
             self._match_within(group)
         else:
             given = comparable(self.networks, group, self.placements, self.moments)
-            found = self._match(given, self.limits[group], self.matcher.noise(given))
+            found = self._match(given, self.limits[group], self.options.noise(given))
             self.matchings[group] = found.without_neurons()
             self._place(group, found.assignments, found.width)
         for name in inside:
@@ -139,14 +143,14 @@ class Descent:
         """Match in the order of the ranking, and answer in that of the clients."""
         ranking = self.networks.ranking
         ranked = Table([given.neurons[s] for s in ranking], [given.weights[s] for s in ranking])
-        found = self.matcher.match(ranked, limit, noise)
+        found = self.options.match(ranked, limit, noise)
         by_client = dict(zip(ranking, found.assignments, strict=True))
         return replace(found, assignments=tuple(by_client[s] for s in range(len(ranking))))
 
     def _match_within(self, group: str) -> None:
         """Match the neurons within each member of the parent, on one scale for all of them."""
         given = comparable(self.networks, group, self.placements, self.moments)
-        unit = self.matcher.noise(given)
+        unit = self.options.noise(given)
         parent = str(self.networks.spec.groups[group].parent)
         assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in given.neurons]
         width = 0
@@ -154,7 +158,7 @@ class Descent:
             rows = Table(
                 [given.neurons[s][head] for s, head in owned], [given.weights[s] for s, _ in owned]
             )
-            found = self.matcher.match(rows, self.limits[group], unit)
+            found = self.options.match(rows, self.limits[group], unit)
             self.matchings[f"{group}[{member}]"] = found.without_neurons()
             for (s, head), places in zip(owned, found.assignments, strict=True):
                 assigned[s][head] = places

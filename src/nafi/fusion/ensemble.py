@@ -1,26 +1,32 @@
 """ensemble: all models side by side, the ceiling that one model is measured against.
 
-Hides: nothing. Promises: a module whose output is the mean of the models' outputs.
+Promises: a module whose output is the mean of the models' outputs.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
-from nafi.fusion.base import FusionResult, Task, fuser
-from nafi.graph.trace import evaluating, first_line
+from nafi.fusion.clients import Clients
+from nafi.fusion.method import Method, Progress
+from nafi.fusion.result import FusionResult
+from nafi.graph.spec import ModelSpec
+from nafi.graph.trace import Inputs, evaluating, first_line
+from nafi.options import one_of, option
 
 AVERAGES = ("logits", "probabilities")
+Prepared = tuple[Clients, Inputs]
 
 
-class Ensemble(nn.Module):
+class EnsembleNetwork(nn.Module):
     """The mean of several models' logits, or the logarithm of the mean of their probabilities."""
 
     def __init__(self, models: Sequence[nn.Module], weights: Sequence[float], average: str) -> None:
@@ -46,17 +52,28 @@ class Ensemble(nn.Module):
         return mean.clamp(min=1e-30).log() if self.average == "probabilities" else mean
 
 
-@fuser("ensemble", options=["average"])
-def ensemble(task: Task, *, average: str = "logits") -> FusionResult:
-    """All models, each counting the same; average: logits, or probabilities along dimension 1."""
-    if average not in AVERAGES:
-        raise InputError(f"average: found {average!r}, expected one of {', '.join(AVERAGES)}")
-    count = len(task.clients)
-    models = [copy.deepcopy(model) for model in task.clients.models]
-    together = Ensemble(models, [1 / count] * count, average).eval()
-    try:
-        with evaluating(together):
-            together(*task.example_inputs)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise InputError(f"the models cannot be run side by side: {first_line(error)}") from None
-    return FusionResult(together)
+@dataclass(frozen=True, kw_only=True)
+class Ensemble(Method):
+    """All models side by side, each counting the same: what one model is measured against.
+
+    average: logits, or probabilities along dimension 1
+    """
+
+    name: ClassVar[str] = "ensemble"
+
+    average: str = option(one_of(AVERAGES), "logits")
+
+    def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Prepared:
+        return clients, example_inputs
+
+    def fuse(self, prepared: Prepared, progress: Progress) -> FusionResult:
+        clients, example_inputs = prepared
+        models = [copy.deepcopy(model) for model in clients.models]
+        network = EnsembleNetwork(models, [1 / len(models)] * len(models), self.average).eval()
+        try:
+            with evaluating(network):
+                network(*example_inputs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = first_line(error)
+            raise InputError(f"the models cannot be run side by side: {reason}") from None
+        return FusionResult(network)

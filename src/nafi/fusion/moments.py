@@ -95,10 +95,9 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def check_moments(
-    networks: Networks, given: Sequence[Mapping[str, Array]] | None
-) -> dict[str, list[Array]]:
-    """What clients sent, by tensor; refuses what does not fit the networks."""
+def check_moments(networks: Networks) -> dict[str, list[Array]]:
+    """The clients' moments by tensor; refuses what does not fit the networks."""
+    given = networks.clients.input_moments
     if given is None:
         return {}
     clients = networks.clients

@@ -7,7 +7,8 @@ running network of fused tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,6 +25,10 @@ from nafi.graph.spec import ModelSpec, holds_numbers
 from nafi.graph.trace import Inputs, named_tensors
 
 BATCHNORM = ("attach", "fold", "average")
+
+
+class FusionWarning(UserWarning):
+    """The fused model is sound, but something could not be done as asked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +70,39 @@ class Networks:
         ]
         return sorted(range(len(sizes)), key=lambda s: -sizes[s])
 
+    @cached_property
+    def fixed_widths(self) -> dict[str, str]:
+        """The groups whose width cannot change, each with the reason.
+
+        All others are widened by different amounts at once; if the network then does not run, each
+        is tried alone. Cost: one rebuild of the template, or one for each group.
+        """
+        groups = self.spec.groups
+        fixed = {name: f"{g.rigid} fixes the width" for name, g in groups.items() if g.rigid}
+        free = [name for name in groups if name not in fixed]
+        grown = {name: groups[name].width + 1 + k for k, name in enumerate(free)}
+        trouble = self._trouble(grown)
+        if trouble is None:
+            return fixed
+        alone = {name: self._trouble({name: width}) for name, width in grown.items()}
+        stuck = {name: reason for name, reason in alone.items() if reason is not None}
+        if not stuck:  # only together: one of them changes with another, as layers of an LSTM do
+            stuck = dict.fromkeys(free, trouble)
+        reason = next(iter(stuck.values()))
+        text = f"{', '.join(stuck)}: the width stays as it is, because {reason}"
+        warnings.warn(text, FusionWarning, stacklevel=4)
+        return fixed | dict.fromkeys(stuck, "its code fixes the width")
+
+    def _trouble(self, widths: Mapping[str, int]) -> str | None:
+        """Why the network cannot have these widths, if it cannot."""
+        try:
+            rebuild(self.template, self.spec, widths)
+        except SpecError as error:
+            return str(error)
+        return None
+
     def local_widths(self, group: str) -> list[int]:
         return [spec.groups[group].width for spec in self.specs]
-
-    def unweighted(self) -> Networks:
-        """The same with every client counting the same in every tensor."""
-        plain = replace(self.clients, class_counts=None, sample_counts=None)
-        return replace(self, clients=plain)
 
     def unfolded(self) -> Networks:
         """What is averaged once the neurons have their places, if normalisation is as well.
@@ -125,7 +156,6 @@ def prepare(
     clients: Clients, example_inputs: Inputs, spec: ModelSpec | None, batchnorm: str
 ) -> Networks:
     """Find the groups, fit them to every client and fold batch normalisation."""
-    check_batchnorm(batchnorm)
     first = clients.models[0]
     known = groups(first, example_inputs) if spec is None else spec
     if known.example_inputs is None:
@@ -145,12 +175,6 @@ def prepare(
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in named_tensors(model).items()}
-
-
-def check_batchnorm(value: str, known: Sequence[str] = BATCHNORM) -> None:
-    """Refuse anything but these ways to treat batch normalisation."""
-    if value not in known:
-        raise InputError(f"batchnorm: found {value!r}, expected one of {', '.join(known)}")
 
 
 def check_clip(screen: Screen, batchnorm: str) -> None:

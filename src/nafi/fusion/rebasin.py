@@ -7,54 +7,58 @@ mean of the others never falls, and all models keep their function.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from nafi.fusion.base import FusionResult, Task, check_switch, check_whole, fuser
-from nafi.fusion.clients import Array
+from nafi.fusion.clients import Array, Clients
 from nafi.fusion.features import real_rows
 from nafi.fusion.heads import pair_heads
-from nafi.fusion.merge import fused_network
-from nafi.fusion.networks import Networks, prepare
-from nafi.fusion.transport import align
+from nafi.fusion.method import AligningMethod, Alignment, Progress
+from nafi.fusion.networks import Networks
+from nafi.fusion.transport import align_to_one
 from nafi.graph.lift import Placement, Positions
 from nafi.graph.neurons import gather
 from nafi.graph.permute import permute_state
 from nafi.graph.spec import ModelSpec, holds_numbers
+from nafi.graph.trace import Inputs
+from nafi.options import option, whole
 
 State = Mapping[str, Tensor]
 Orders = dict[str, Tensor]
 
 
-@fuser("rebasin", options=["sweeps", "restore_norm"])
-def rebasin(task: Task, *, sweeps: int = 10, restore_norm: bool = True) -> FusionResult:
-    """Permute each model towards the mean of the others until none wants to move.
+@dataclass(frozen=True, kw_only=True)
+class Rebasin(AligningMethod):
+    """Permute each model towards the mean of the others until none would move, then the mean.
 
     sweeps: most passes over the models, and over the groups within each
+    seed: decides the order of models and groups
     """
-    check_whole(sweeps, "sweeps", 1)
-    check_switch(restore_norm, "restore_norm")
-    networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()
-    networks.check_equal_widths("rebasin")
-    start = align(networks, networks.ranking[0], "sqeuclidean", _one_to_one, task.progress)
-    search = _Search(networks, start, np.random.default_rng(task.seed))
-    for sweep in range(sweeps):
-        task.progress(f"sweep {sweep + 1}", sweep, sweeps)
-        if not search.sweep(sweeps):
-            break
-    task.progress("merging", sweeps, sweeps)
-    placements = search.placements
-    widths = networks.spec.widths
-    assignments = {
-        name: tuple(own[name].index.numpy() for own in placements) for name in networks.spec.groups
-    }
-    model, spec, architecture = fused_network(
-        networks, placements, widths, restore_norm=restore_norm
-    )
-    return FusionResult(model, widths, spec, architecture, assignments)
+
+    name: ClassVar[str] = "rebasin"
+
+    sweeps: int = option(whole(1), 10)
+    seed: int = option(whole(0), 0)
+
+    def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
+        networks = super().prepare(clients, example_inputs, spec)
+        networks.check_equal_widths(self.name)
+        return networks
+
+    def align(self, networks: Networks, progress: Progress) -> Alignment:
+        start = align_to_one(networks, networks.ranking[0], "sqeuclidean", _one_to_one, progress)
+        search = _Search(networks, start, np.random.default_rng(self.seed))
+        for sweep in range(self.sweeps):
+            progress(f"sweep {sweep + 1}", sweep, self.sweeps)
+            if not search.sweep(self.sweeps):
+                break
+        progress("merging", self.sweeps, self.sweeps)
+        return Alignment(search.placements, networks.spec.widths)
 
 
 class _Search:

@@ -7,21 +7,24 @@ inputs on, by exact transport between uniform masses; then the plain mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from scipy.spatial.distance import cdist
 
 from nafi.errors import InputError, NafiError
-from nafi.fusion.base import FusionResult, Progress, Task, check_switch, check_whole, fuser
-from nafi.fusion.clients import Array
+from nafi.fusion.clients import Array, Clients
 from nafi.fusion.descent import next_group
 from nafi.fusion.heads import comparable
-from nafi.fusion.merge import fused_network
-from nafi.fusion.networks import Networks, prepare
+from nafi.fusion.method import AligningMethod, Alignment, Progress, main_places
+from nafi.fusion.networks import Networks
 from nafi.graph.lift import Placement, Placements, Positions, Shares
 from nafi.graph.neurons import Role
-from nafi.matching.columns import Index
+from nafi.graph.spec import ModelSpec
+from nafi.graph.trace import Inputs
+from nafi.options import SWITCH, one_of, option, optional, whole
 
 METRICS = ("euclidean", "sqeuclidean", "cosine")
 _OWN = (Role.INCOMING, Role.BIAS)
@@ -30,41 +33,36 @@ _OWN = (Role.INCOMING, Role.BIAS)
 Solver = Callable[[Array], Array]
 
 
-@fuser("ot", options=["reference", "metric", "restore_norm"])
-def ot(
-    task: Task,
-    *,
-    reference: int | None = None,
-    metric: str = "euclidean",
-    restore_norm: bool = False,
-) -> FusionResult:
-    """Align all models to one by the distance between incoming weights.
+@dataclass(frozen=True, kw_only=True)
+class Transport(AligningMethod):
+    """Optimal transport of all models to one of them, then the mean (Singh and Jaggi, 2020).
 
     reference: the model that all others are aligned to, whose widths are those of the result; by
         default one that depends neither on the order of the models nor on that of their neurons
-    metric: the ground cost between neurons: euclidean, sqeuclidean or cosine
+    metric: the ground cost between neurons' incoming weights: euclidean, sqeuclidean or cosine
     """
-    solver = _emd()
-    if reference is not None:
-        check_whole(reference, "reference", 0, len(task.clients) - 1)
-    check_switch(restore_norm, "restore_norm")
-    if metric not in METRICS:
-        raise InputError(f"metric: found {metric!r}, expected one of {', '.join(METRICS)}")
-    networks = prepare(task.clients, task.example_inputs, task.spec, task.batchnorm).unweighted()
-    _check_rigid(networks)
-    centre = networks.ranking[0] if reference is None else reference
-    placements = align(networks, centre, metric, solver, task.progress)
-    widths = networks.specs[centre].widths
-    assignments = {
-        name: tuple(_strongest(own[name]) for own in placements) for name in networks.spec.groups
-    }
-    model, spec, architecture = fused_network(
-        networks, placements, widths, restore_norm=restore_norm
-    )
-    return FusionResult(model, widths, spec, architecture, assignments)
+
+    name: ClassVar[str] = "ot"
+
+    reference: int | None = option(optional(whole(0)), None)
+    metric: str = option(one_of(METRICS), "euclidean")
+    restore_norm: bool = option(SWITCH, False)
+
+    def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
+        exact_transport()
+        if self.reference is not None:
+            whole(0, len(clients) - 1).check(self.reference, "reference")
+        networks = super().prepare(clients, example_inputs, spec)
+        _check_rigid(networks)
+        return networks
+
+    def align(self, networks: Networks, progress: Progress) -> Alignment:
+        centre = networks.ranking[0] if self.reference is None else self.reference
+        placements = align_to_one(networks, centre, self.metric, exact_transport(), progress)
+        return Alignment(placements, networks.specs[centre].widths)
 
 
-def align(
+def align_to_one(
     networks: Networks, reference: int, metric: str, solver: Solver, progress: Progress
 ) -> list[dict[str, Placement]]:
     """Where every client's neurons go among those of one client, group by group from the inputs.
@@ -105,7 +103,7 @@ def _transported(
     found: list[Placement] = []
     for s, own in enumerate(given.neurons):
         # Every member goes to one of the reference, and what is within it with it.
-        partners = _strongest(placements[s][parent])
+        partners = main_places(placements[s][parent])
         plans = [
             _plan(rows, given.neurons[reference][partner], metric, solver)
             for rows, partner in zip(own, partners, strict=True)
@@ -139,15 +137,7 @@ def _check_rigid(networks: Networks) -> None:
             )
 
 
-def _strongest(placement: Placement) -> Index:
-    """The place that most of each neuron goes to."""
-    if isinstance(placement, Shares):
-        return np.asarray(placement.plan.argmax(dim=1).numpy())
-    assert isinstance(placement, Positions)
-    return np.asarray(placement.index.numpy())
-
-
-def _emd() -> Solver:
+def exact_transport() -> Solver:
     """Exact transport between uniform masses."""
     try:
         from ot import emd

@@ -1,7 +1,9 @@
 """Bayesian matching of neurons: numpy and scipy only, knows nothing of networks."""
 
 from nafi.matching.api import match, match_path
+from nafi.matching.columns import Index
 from nafi.matching.divergence import DIVERGENCES
+from nafi.matching.prior import POPULARITY
 from nafi.matching.result import Matching, Sweep
 
-__all__ = ["DIVERGENCES", "Matching", "Sweep", "match", "match_path"]
+__all__ = ["DIVERGENCES", "POPULARITY", "Index", "Matching", "Sweep", "match", "match_path"]

@@ -1,0 +1,153 @@
+"""What a method of fusion is.
+
+Hides: how clients' networks are prepared and how a fused network is built from the places of their
+neurons. Promises: a method that can say where neurons go (`align`) needs to say nothing else; its
+options are the fields of a frozen dataclass and are checked when the object is made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from nafi.errors import InputError
+from nafi.fusion.clients import Clients
+from nafi.fusion.merge import fused_network
+from nafi.fusion.networks import BATCHNORM, Networks, prepare
+from nafi.fusion.result import FusionResult
+from nafi.fusion.screen import Screen
+from nafi.graph.lift import Placement, Positions, Shares
+from nafi.graph.spec import ModelSpec
+from nafi.graph.trace import Inputs
+from nafi.matching import Index, Matching
+from nafi.options import SWITCH, Options, one_of, option
+
+# Called before each step with what comes next, how many steps are done, and how many there are.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(Options, ABC):
+    """A way to make one model of several; its fields are its options.
+
+    name: what users call it
+    uses: which of class_counts, sample_counts and input_moments it takes into account; whatever
+        else is given of the clients' data is refused
+    """
+
+    name: ClassVar[str]
+    uses: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Any:
+        """Check the clients and do what all variants of the method have in common."""
+
+    @abstractmethod
+    def fuse(self, prepared: Any, progress: Progress) -> FusionResult:
+        """Make one model of what `prepare` returned."""
+
+    def variants(self) -> Sequence[Self]:
+        """The methods to choose from by a score, where an option lists several values."""
+        return (self,)
+
+    def check_one_variant(self) -> None:
+        """Refuse a list of values where there is no score to choose by."""
+        first, *others = self.variants()
+        if others:
+            names = ", ".join(first.differences(self))
+            raise InputError(
+                f"{names}: a list needs validate=, a function of the fused model whose result is "
+                "the higher the better (the accuracy on data held out by the clients, for example)"
+            )
+
+    def check_uses(self, **given: object) -> None:
+        """Refuse what is known of the clients' data and does not count for this method."""
+        for name, value in given.items():
+            if value is not None and name not in self.uses:
+                used = ", ".join(sorted(self.uses)) or "none of the kind"
+                raise InputError(f"{name}: method {self.name} does not use them (it uses {used})")
+
+    def used(self, **given: Any) -> dict[str, Any]:
+        """Of what is known of the clients' data, the part that counts for this method."""
+        return {name: value for name, value in given.items() if name in self.uses}
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """Where every client's neurons go.
+
+    placements: for each client group -> the places of its neurons
+    widths: group -> neurons of the fused network
+    matchings: group -> the matching behind it, for methods that have one
+    """
+
+    placements: Sequence[Mapping[str, Placement]]
+    widths: Mapping[str, int]
+    matchings: Mapping[str, Matching] = field(default_factory=dict)
+
+    @cached_property
+    def assignments(self) -> dict[str, tuple[Index, ...]]:
+        """Group -> for each client the place that most of each neuron goes to."""
+        return {
+            name: tuple(main_places(placements[name]) for placements in self.placements)
+            for name in self.widths
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AligningMethod(Method):
+    """A method that says where neurons go; all of these merge them in the same way.
+
+    batchnorm: normalisation is folded into the layers before matching; "attach" puts an identity
+        back, to train on; "fold" leaves it folded. With "average" only the matching looks at folded
+        layers, and normalisation is averaged with its neurons: for models from a common start, or
+        to `nafi.calibrate` the result on a few inputs
+    restore_norm: give merged neurons the mean norm of their members, since averaging shrinks them
+    """
+
+    batchnorm: str = option(one_of(BATCHNORM), "attach")
+    restore_norm: bool = option(SWITCH, True)
+
+    @property
+    def screen(self) -> Screen:
+        """What is done against harmful models; nothing, unless a method has options for it."""
+        return Screen()
+
+    def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
+        """The clients' networks with groups found and normalisation folded."""
+        return prepare(clients, example_inputs, spec, self.batchnorm)
+
+    @abstractmethod
+    def align(self, networks: Networks, progress: Progress) -> Alignment:
+        """Where every client's neurons go."""
+
+    def fuse(self, prepared: Networks, progress: Progress) -> FusionResult:
+        alignment = self.align(prepared, progress)
+        model, spec, architecture = fused_network(
+            prepared,
+            alignment.placements,
+            alignment.widths,
+            restore_norm=self.restore_norm,
+            screen=self.screen,
+        )
+        return FusionResult(
+            model,
+            alignment.widths,
+            spec,
+            architecture,
+            alignment.assignments,
+            alignment.matchings,
+        )
+
+
+def main_places(placement: Placement) -> Index:
+    """The place that most of each neuron goes to."""
+    if isinstance(placement, Shares):
+        return np.asarray(placement.plan.argmax(dim=1).numpy())
+    assert isinstance(placement, Positions)
+    return np.asarray(placement.index.numpy())

@@ -1,0 +1,137 @@
+"""Options that are declared as fields of a dataclass and checked when an object is made.
+
+Hides: how a value is compared with its declaration. Promises: an object whose class derives from
+`Options` holds only values that its fields allow; any other raises an `InputError` that names the
+option, the value and what was expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from numbers import Integral, Real
+from typing import Any, Self
+
+import numpy as np
+
+from nafi.errors import InputError
+
+_CONSTRAINT = "constraint"
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Which values an option may have, and how an error puts that."""
+
+    allows: Callable[[Any], bool]
+    expected: str
+
+    def check(self, value: Any, name: str) -> None:
+        """Refuse a value of the option called `name`."""
+        if not self.allows(value):
+            raise InputError(f"{name}: found {value!r}, expected {self.expected}")
+
+
+def number(*, above: float = -inf, at_least: float = -inf, below: float = inf) -> Constraint:
+    """A finite number within these bounds."""
+    bounds = [f"above {above:g}"] * isfinite(above)
+    bounds += [f"of at least {at_least:g}"] * isfinite(at_least)
+    bounds += [f"below {below:g}"] * isfinite(below)
+    return Constraint(
+        lambda value: (
+            _is_number(value) and above < value < below and at_least <= value and isfinite(value)
+        ),
+        " and ".join([f"a number {' '.join(bounds[:1])}".strip(), *bounds[1:]]),
+    )
+
+
+def whole(at_least: int, at_most: int | None = None) -> Constraint:
+    """A whole number within these bounds."""
+    bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    most = inf if at_most is None else at_most
+    return Constraint(
+        lambda value: (
+            _is_number(value) and isinstance(value, Integral) and at_least <= int(value) <= most
+        ),
+        f"a whole number {bounds}",
+    )
+
+
+def one_of(names: Iterable[str]) -> Constraint:
+    """One of some words."""
+    known = tuple(names)
+    return Constraint(
+        lambda value: isinstance(value, str) and value in known, f"one of {', '.join(known)}"
+    )
+
+
+# A word would count as true.
+SWITCH = Constraint(lambda value: isinstance(value, bool), "True or False")
+
+
+def optional(constraint: Constraint) -> Constraint:
+    """The same, or None."""
+    return Constraint(
+        lambda value: value is None or constraint.allows(value), f"{constraint.expected}, or None"
+    )
+
+
+def option(constraint: Constraint, default: Any = dataclasses.MISSING) -> Any:
+    """A field of an `Options` class; without a default it must be given."""
+    return dataclasses.field(default=default, metadata={_CONSTRAINT: constraint})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A frozen dataclass whose fields are options."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            constraint = field.metadata.get(_CONSTRAINT)
+            if constraint is not None:
+                constraint.check(getattr(self, field.name), field.name)
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """The names of all options, in the order of their declaration."""
+        return tuple(field.name for field in dataclasses.fields(cls) if field.init)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], owner: str) -> Self:
+        """The object with these options; an unknown one raises an error that lists the known ones.
+
+        owner: what the error calls the object, such as "method nafi"
+        """
+        check_names(options, cls.option_names(), owner)
+        return cls(**options)
+
+    def settings(self) -> dict[str, Any]:
+        """All options as plain data for JSON."""
+        return {name: _plain(getattr(self, name)) for name in self.option_names()}
+
+    def differences(self, other: Options) -> dict[str, Any]:
+        """The options that have another value than those of an object of the same class."""
+        theirs = other.settings()
+        return {name: value for name, value in self.settings().items() if value != theirs[name]}
+
+
+def check_names(options: Iterable[str], known: Sequence[str], owner: str) -> None:
+    """Refuse options that the owner does not have."""
+    for name in options:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            raise InputError(f"{owner} has no option {name!r}; its options: {listed}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
