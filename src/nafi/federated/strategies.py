@@ -16,7 +16,7 @@ from nafi.federated.averaging import FusionRounds
 from nafi.federated.layerwise import Layerwise
 from nafi.federated.strategy import Strategy
 from nafi.federated.training import Training
-from nafi.fusion import METHODS, AligningMethod, Bayesian, Method, make_method
+from nafi.fusion import METHODS, AligningMethod, Bayesian, Method, make_method, method_names
 from nafi.fusion import option_names as method_options
 from nafi.fusion.screen import Screen
 from nafi.options import check_names
@@ -79,10 +79,11 @@ def _method(options: Mapping[str, Any], kind: type) -> Method:
     """The method that a strategy matches by, "nafi" unless its options say otherwise."""
     left = dict(options)
     name = left.pop("method", "nafi")
-    known = [method for method in METHODS if issubclass(METHODS[method], kind)]
-    if name not in known:
-        raise InputError(f"method: found {name!r}, expected one of {', '.join(known)}")
-    return make_method(name, **left)
+    method = make_method(name, **left)
+    if not isinstance(method, kind):
+        known = ", ".join(method_names(kind))
+        raise InputError(f"method: found {name!r}, expected one of {known}")
+    return method
 
 
 def option_names(name: str) -> list[str]:

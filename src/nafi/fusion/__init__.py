@@ -9,9 +9,9 @@ from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
 from nafi.fusion.networks import FusionWarning
 from nafi.fusion.rebasin import Rebasin
-from nafi.fusion.registry import METHODS, make_method, option_names
+from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import FusionResult
-from nafi.fusion.transport import Transport
+from nafi.fusion.transport import Transport, align_to_one
 
 __all__ = [
     "METHODS",
@@ -29,9 +29,11 @@ __all__ = [
     "Rebasin",
     "Transport",
     "Validate",
+    "align_to_one",
     "calibrate",
     "fuse",
     "input_moments",
     "make_method",
+    "method_names",
     "option_names",
 ]

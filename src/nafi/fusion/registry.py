@@ -92,6 +92,17 @@ def method_class(name: str) -> type[Method]:
     return METHODS[name]
 
 
+def method_names(kind: type = Method) -> list[str]:
+    """The methods of a kind; those of packages that cannot be imported are left out."""
+    names = []
+    for name in METHODS:
+        try:
+            names += [name] if issubclass(METHODS[name], kind) else []
+        except InputError:
+            continue
+    return names
+
+
 def option_names(name: str) -> tuple[str, ...]:
     """The options that a method has."""
     return method_class(name).option_names()
