@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,12 @@ import nafi
 from nafi.cli import main
 from nafi.cli.app import app, progress_bar
 
+RUN = "from nafi.cli import main; main()"
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    code = "from nafi.cli import main; main()"
+
+def run(
+    *arguments: str, cwd: Path | None = None, code: str = RUN
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -153,9 +157,9 @@ def test_a_log_gets_lines_of_what_was_finished(
     """Standard error is no terminal here: a line at most every ten seconds, and no bar."""
     clock = iter([0.0, 4.0, 12.0, 15.0, 90.0, 120.0])
     monkeypatch.setattr("nafi.cli.app.time.monotonic", lambda: next(clock))
-    with progress_bar(False) as told:
+    with progress_bar(False) as show:
         for step, done in [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("d", 4)]:
-            told(step, done, 9)
+            show(step, done, 9)
     lines = ["nafi: 2 of 9 after 0.2 min: b", "nafi: 4 of 9 after 1.5 min: d"]
     assert capsys.readouterr().err.splitlines() == lines
 
@@ -167,3 +171,20 @@ def test_help_says_what_arguments_are() -> None:
         "report": "A folder of records",
     }.items():
         assert words in CliRunner().invoke(app, [command, "--help"]).output
+
+
+WITHOUT_LAB = """
+import sys
+sys.modules |= dict.fromkeys(["jinja2", "matplotlib", "PIL", "pooch", "pydantic", "sklearn"])
+from nafi.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["demo", "run --list", "report ."])
+def test_what_needs_the_laboratory_says_how_to_install_it(command: str, tmp_path: Path) -> None:
+    done = run(*command.split(), cwd=tmp_path, code=WITHOUT_LAB)
+    assert done.returncode == 2
+    hint = r"nafi: this needs \w+, which is not installed: pip install 'nafi\[lab\]'\n"
+    assert re.fullmatch(hint, done.stderr), done.stderr
+    assert list(tmp_path.iterdir()) == []

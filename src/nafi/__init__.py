@@ -4,10 +4,10 @@ Hides: that names are imported when they are first used, so that `import nafi` a
 not wait for torch. Promises: every name of `__all__`, and the packages, as attributes of `nafi`.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nafi.errors import CheckpointError, InputError, NafiError, SpecError
+from nafi.lazy import lazy_names
 from nafi.version import __version__
 
 __all__ = [
@@ -40,24 +40,13 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from nafi.graph import ModelSpec, groups
     from nafi.matching import Matching, match, match_path
 else:
-    _NAMES = {
-        "checkpoints": ["load", "save"],
-        "federated": [],
-        "fusion": ["FusionResult", "calibrate", "fuse", "input_moments"],
-        "graph": ["ModelSpec", "groups"],
-        "matching": ["Matching", "match", "match_path"],
-    }
-    _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-
-    def __getattr__(name: str) -> object:
-        """Import what is asked for (PEP 562), once: the next access finds it in the module."""
-        if name in _NAMES:
-            return import_module(f"nafi.{name}")
-        if name in _MODULE_OF:
-            value = getattr(import_module(f"nafi.{_MODULE_OF[name]}"), name)
-            globals()[name] = value
-            return value
-        raise AttributeError(f"module 'nafi' has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_NAMES, *_MODULE_OF})
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "checkpoints": ["load", "save"],
+            "federated": [],
+            "fusion": ["FusionResult", "calibrate", "fuse", "input_moments"],
+            "graph": ["ModelSpec", "groups"],
+            "matching": ["Matching", "match", "match_path"],
+        },
+    )

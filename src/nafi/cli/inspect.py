@@ -18,9 +18,9 @@ def inspect(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Show the neuron groups of a network: which axes of its parameters belong together."""
+    from nafi.cli.tables import spec_json, spec_tables
     from nafi.factories import load_factory, resolve_inputs
     from nafi.graph import groups
-    from nafi.reports.spec import spec_json, spec_tables
 
     network, example_inputs = load_factory(model)
     with told_warnings():
