@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import nafi
 from nafi.cli import main
 from nafi.cli.app import app, progress_bar
+from nafi.fusion import METHODS, make_method
 
 RUN = "from nafi.cli import main; main()"
 
@@ -171,6 +172,40 @@ def test_help_says_what_arguments_are() -> None:
         "report": "A folder of records",
     }.items():
         assert words in CliRunner().invoke(app, [command, "--help"]).output
+
+
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_methods_lists_the_registry() -> None:
+    table = printed("methods")
+    for name, method in METHODS.items():
+        assert re.search(rf"│ {name} +│ {re.escape((method.__doc__ or '').split()[0])}", table)
+    described = json.loads(printed("methods", "--json"))
+    assert [method["name"] for method in described] == list(METHODS)
+    for method in described:
+        made = make_method(method["name"])
+        defaults = {option["name"]: option["default"] for option in method["options"]}
+        assert defaults == made.settings()
+        assert all(option["meaning"] for option in method["options"]), method["name"]
+
+
+def test_methods_shows_the_options_of_one() -> None:
+    table = printed("methods", "nafi")
+    assert "It uses class_counts, input_moments, sample_counts." in table
+    assert re.search(r"│ penalty +│ 0\.4 +│ a number of at least 0, or a list", table)
+    assert re.search(r"│ trim +│ 0\.0 +│ .*│ see clip", table)
+    assert "It has no options." in printed("methods", "fedavg")
+
+
+def test_an_unknown_method_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = complaint(["methods", "magic"], tmp_path, monkeypatch, capsys)
+    assert "found 'magic', expected one of nafi, pfnm" in told
 
 
 WITHOUT_LAB = """

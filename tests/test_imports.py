@@ -209,6 +209,7 @@ COMMANDS = [
     [],
     ["fuse"],
     ["inspect"],
+    ["methods"],
     ["demo"],
     ["run"],
     ["report"],

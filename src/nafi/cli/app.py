@@ -144,11 +144,11 @@ def _progress_lines() -> ShowProgress:
 
 
 @contextmanager
-def told_warnings() -> Iterator[None]:
-    """Tell each of our warnings once, in a line."""
+def print_warnings() -> Iterator[None]:
+    """Print each of nafi's warnings once, in a line; those of other packages are dropped."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    ours = [w for w in caught if w.category.__name__ in ("SpecWarning", "FusionWarning")]
+    ours = [w for w in caught if w.category.__module__.partition(".")[0] == "nafi"]
     for text in dict.fromkeys(str(w.message) for w in ours):
         tell(text)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, told_warnings
+from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings
 
 
 @app.command()
@@ -23,7 +23,7 @@ def inspect(
     from nafi.graph import groups
 
     network, example_inputs = load_factory(model)
-    with told_warnings():
+    with print_warnings():
         spec = groups(network, resolve_inputs(input_shape or [], example_inputs))
     coverage = spec.coverage(network.state_dict())
     if as_json:
