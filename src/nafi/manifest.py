@@ -64,7 +64,7 @@ class Manifest:
         for name, value in values.items():
             is_valid, expected = CHECKS[name]
             if not (is_valid(value) or (value is None and name in optional)):
-                raise ValueError(f"{name}: found {str(value)[:60]!r}, expected {expected}")
+                raise ValueError(f"{name}: found {_show(value)}, expected {expected}")
         return cls(**values)
 
     def example_inputs(self) -> tuple[torch.Tensor, ...] | None:
@@ -72,6 +72,12 @@ class Manifest:
         if self.inputs is None:
             return None
         return tuple(torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in self.inputs)
+
+
+def _show(value: Any) -> str:
+    """A value in an error; lists and objects may be long, and nested deeply."""
+    kind = {list: "a list", dict: "an object"}.get(type(value))
+    return kind or (repr(value[:60]) if isinstance(value, str) else repr(value))
 
 
 def _is_text(value: Any) -> bool:

@@ -137,7 +137,7 @@ def _check_targets(out: Path, report: Path | None, checkpoints: list[Path]) -> N
 
 def _tell(result: FusionResult, out: Path, report: Path | None, as_json: bool) -> None:
     """Print what was done, and write the page if there is to be one."""
-    from nafi.reports.fusion import fusion_table, write_fusion_page
+    from nafi.reports import fusion_table, write_fusion_page
 
     rows, told = result.summary(), result.diagnostics
     seconds = told["seconds"]
