@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from math import inf, prod
+from math import prod
+from sys import float_info
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Manifest:
         """Check every field; a `ValueError` names the first that is not what it should be."""
         try:
             values = json.loads(text)
+            json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair
         except RecursionError:
             raise ValueError("its JSON is nested too deeply") from None
         if not isinstance(values, dict):
@@ -94,7 +96,7 @@ def _is_whole(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     """A finite number of at least 0, as `nafi.save` writes it."""
-    return (_is_whole(value) or isinstance(value, float)) and 0 <= value < inf
+    return (_is_whole(value) or isinstance(value, float)) and 0 <= value <= float_info.max
 
 
 def _is_list_of_counts(value: Any) -> bool:
