@@ -78,8 +78,9 @@ class Manifest:
 
 def _show(value: Any) -> str:
     """A value in an error; lists and objects may be long, and nested deeply."""
-    kind = {list: "a list", dict: "an object"}.get(type(value))
-    return kind or (repr(value[:60]) if isinstance(value, str) else repr(value))
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return repr(value[:60] if isinstance(value, str) else value)
 
 
 def _is_text(value: Any) -> bool:
