@@ -51,7 +51,7 @@ clean:
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nafi needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv .venv
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[ot]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[ot,lab]'
 	touch $@
 
 .venv/ready-dev: .venv/ready

@@ -19,8 +19,8 @@ from threadpoolctl import threadpool_limits
 import nafi
 from nafi.matching.cost import PenalisedCost
 from nafi.matching.divergence import DIVERGENCES
+from nafi.matching.inputs import make_input
 from nafi.matching.posterior import Posterior
-from nafi.matching.problem import build_problem
 from nafi.matching.products import direct_products
 
 CLASSES = 10
@@ -197,15 +197,15 @@ def cost_building() -> None:
     print("| --- | --- | --- | --- | --- |")
     for count, width in [(30, 100), (10, 500)]:
         neurons, precisions = models_like_mnist(count, width)
-        problem = build_problem(neurons, precisions, 0.0, 1.0)
+        inputs = make_input(neurons, precisions, 0.0, 1.0)
         found = nafi.match(neurons, precisions=precisions, penalty=PENALTY, sweeps=1)
-        posterior = Posterior(problem)
+        posterior = Posterior(inputs)
         posterior.taken(spare=found.width)
         for s, assigned in enumerate(found.assignments):
             posterior.observe(s, assigned)
         posterior.forget(0)
-        model = problem.models[0]
-        cost = PenalisedCost(PENALTY, DIVERGENCES["kl"], len(problem.columns.order))
+        model = inputs.models[0]
+        cost = PenalisedCost(PENALTY, DIVERGENCES["kl"], len(inputs.columns.order))
         everywhere = slice(found.width)
 
         def product(p=posterior, m=model, e=everywhere):

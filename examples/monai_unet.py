@@ -80,16 +80,15 @@ def main() -> None:
     for name, model in zip(shares, models, strict=True):
         print(f"client {name}, {len(shares[name])} photos: dice {dice(model, test):.1f}")
 
+    counts = {"sample_counts": samples}
     for method, options in {
-        "fedavg": {},
+        "fedavg": counts,
         "ot": {},
         "rebasin": {},
-        "pfnm": {"max_width": 2.0},
-        "nafi": {"max_width": 2.0, "penalty": 0.1},
+        "pfnm": {**counts, "max_width": 2.0},
+        "nafi": {**counts, "max_width": 2.0, "penalty": 0.1},
     }.items():
-        result = nafi.fuse(
-            models, inputs, method=method, sample_counts=samples, spec=spec, **options
-        )
+        result = nafi.fuse(models, inputs, method=method, spec=spec, **options)
         width = sum(result.widths.values()) or covered
         found = dice(result.model, test)
         seconds = result.diagnostics["seconds"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from torch import nn
 import nafi
 from nafi.checkpoints import load_clients, read
 from nafi.errors import CheckpointError, InputError, NafiError
+from nafi.files import atomic_path
+from nafi.manifest import CHECKS, Manifest
 from tests.fusion.networks import gap, seeded, trained_norms
 from tests.graph import zoo
 
@@ -183,3 +188,227 @@ def test_clients_of_other_widths_are_read_at_their_own(tmp_path: Path) -> None:
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(NafiError, match=r"the folder .* does not exist"):
         nafi.save(seeded(0, 8, 12, 9, 5), tmp_path / "no" / "a.safetensors")
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+
+
+def test_a_mixed_precision_file_keeps_the_dtype_of_every_tensor(tmp_path: Path) -> None:
+    model = mixed().half()
+    model[1].float()
+    with torch.no_grad():
+        model[1].weight.fill_(1 / 3)  # not a number of float16
+    file = tmp_path / "a.safetensors"
+    nafi.save(model, file)
+    loaded = nafi.load(file, mixed)
+    for name, tensor in model.state_dict().items():
+        assert loaded.state_dict()[name].dtype == tensor.dtype, name
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+class Positions(nn.Module):
+    """Adds a table that is in no file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + self.table)
+
+
+def test_what_is_in_no_file_follows_the_dtype_of_most_numbers(tmp_path: Path) -> None:
+    model = Positions().double()
+    model.norm.float()
+    file = tmp_path / "a.safetensors"
+    nafi.save(model, file)
+    loaded = nafi.load(file, Positions)
+    assert loaded.table.dtype == torch.float64
+    assert loaded.norm.weight.dtype == torch.float32
+    assert loaded(torch.zeros(2, 4, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_other_kinds_of_numbers_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.pt"
+    for dtype in (torch.int32, torch.complex64):
+        state = {name: t.to(dtype) for name, t in nn.Linear(2, 2).state_dict().items()}
+        torch.save(state, file)
+        with pytest.raises(CheckpointError, match=rf"weight is {dtype}, expected torch\.float32"):
+            nafi.load(file, lambda: nn.Linear(2, 2))
+
+
+class Holder(nn.Module):
+    """A network whose only child is called as DataParallel calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+class Tied(nn.Module):
+    """Two names for one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("network", [Holder, Tied, mixed])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        nn.DataParallel,
+        torch.compile,
+        lambda model: torch.compile(nn.DataParallel(model)),
+        lambda model: nn.DataParallel(torch.compile(model)),
+    ],
+    ids=["plain", "parallel", "compiled", "compiled parallel", "parallel compiled"],
+)
+def test_wrapped_networks_come_back(tmp_path: Path, network: type, wrap: type) -> None:
+    """Prefixes of wrappers go, names of the network stay, shared tensors stay shared."""
+    model = network()
+    for file, write in [
+        (tmp_path / "a.safetensors", nafi.save),
+        (tmp_path / "a.pt", lambda wrapped, path: torch.save(wrapped.state_dict(), path)),
+    ]:
+        write(wrap(model), file)
+        loaded = nafi.load(file, network)
+        assert gap(loaded, model, (torch.randn(3, 4),)) == 0
+        assert len(list(loaded.parameters())) == len(list(model.parameters()))
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    """Nobody but the owner may read new files."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+def permissions(file: Path) -> int:
+    return file.stat().st_mode & 0o777
+
+
+@pytest.mark.usefixtures("umask")
+def test_new_files_follow_the_umask(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    nafi.save(seeded(0, 8, 12, 9, 5), file)
+    assert permissions(file) == 0o600
+    os.umask(0o027)
+    nafi.save(seeded(0, 8, 12, 9, 5), tmp_path / "b.safetensors")
+    assert permissions(tmp_path / "b.safetensors") == 0o640
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444])
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"old")
+    file.chmod(mode)
+    nafi.save(seeded(0, 8, 12, 9, 5), file, overwrite=True)
+    assert permissions(file) == mode
+
+
+def test_while_it_is_written_a_file_is_as_closed_as_before(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.touch(mode=0o600)
+    with atomic_path(file) as partial:
+        assert permissions(partial) == 0o600
+    with atomic_path(tmp_path / "new.txt", private=True) as partial:
+        assert permissions(partial) == 0o600
+    assert permissions(tmp_path / "new.txt") == 0o600
+
+
+def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("precious")
+
+    def fail() -> None:
+        with atomic_path(file) as partial:
+            partial.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert file.read_text() == "precious"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+WRONG_MANIFESTS: list[tuple[object, str]] = [
+    ([], "expected a JSON object"),
+    (3, "expected a JSON object"),
+    ({"odd": 1}, "unknown fields odd"),
+    ({"factory": 3}, "factory: found 3, expected text"),
+    ({"folded": None}, "folded: found None, expected true or false"),
+    ({"folded": 1}, "folded"),
+    ({"version": None}, "version"),
+    ({"version": 1}, "version"),
+    ({"widths": {"a": 1.0}}, "widths: .*a whole number for each group"),
+    ({"widths": {"a": True}}, "widths"),
+    ({"widths": [1]}, "widths"),
+    ({"spec": []}, "spec"),
+    ({"aliases": {"a": 1}}, "aliases"),
+    ({"class_counts": [True]}, "class_counts"),
+    ({"class_counts": ["1"]}, "class_counts"),
+    ({"class_counts": [-1]}, "class_counts"),
+    ({"class_counts": [float("inf")]}, "class_counts"),
+    ({"class_counts": {"0": 1}}, "class_counts: found an object, expected a list"),
+    ({"sample_count": 10**400}, "sample_count"),
+    ({"factory": "\ud800"}, "surrogates not allowed"),
+    ({"spec": {"\ud800": 1}}, "surrogates not allowed"),
+    ({"sample_count": float("nan")}, "sample_count"),
+    ({"sample_count": "12"}, "sample_count"),
+    ({"inputs": [[2, "float32"]]}, "inputs"),
+    ({"inputs": [[[2], "float32", 1]]}, "inputs"),
+    ({"inputs": [[[2.0], "float32"]]}, "inputs"),
+    ({"inputs": [[[True], "float32"]]}, "inputs"),
+    ({"inputs": [[[-1], "float32"]]}, "inputs"),
+    ({"inputs": [[[2], "nn"]]}, "inputs"),
+    ({"inputs": [[[2], "qint8"]]}, "inputs"),
+    ({"inputs": [[[0, 2**70], "float32"]]}, "inputs"),
+    ({"inputs": [[[2**20, 2**20], "float32"]]}, "inputs: .*at most"),
+    ({"inputs": [[[2**28], "float32"], [[1], "float32"]]}, "inputs: .*at most"),
+]
+
+
+@pytest.mark.parametrize(("manifest", "message"), WRONG_MANIFESTS)
+def test_every_field_of_a_manifest_is_checked(manifest: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Manifest.from_json(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("text", ["", "{", "nonsense", "[" * 10**6, '{"spec": ' * 10**5])
+def test_what_is_not_json_is_no_manifest(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Expecting|nested too deeply"):
+        Manifest.from_json(text)
+
+
+def test_a_manifest_comes_back() -> None:
+    manifest = Manifest(
+        factory="a:b",
+        widths={"g": 3},
+        spec={"axes": [1]},
+        folded=True,
+        inputs=[([2, 3], "float32"), ([], "int64")],
+        class_counts=[1.0, 0.5],
+        sample_count=3.0,
+        aliases={"x": "y"},
+    )
+    read_back = Manifest.from_json(manifest.to_json())
+    assert read_back.to_json() == manifest.to_json()
+    assert [(x.shape, x.dtype) for x in read_back.example_inputs() or ()] == [
+        (torch.Size([2, 3]), torch.float32),
+        (torch.Size([]), torch.int64),
+    ]
+    nothing = Manifest.from_json('{"factory": null, "inputs": null}')
+    assert nothing == Manifest()
+    assert set(CHECKS) == {field.name for field in fields(Manifest)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,14 @@ from typer.testing import CliRunner
 import nafi
 from nafi.cli import main
 from nafi.cli.app import app, progress_bar
+from nafi.fusion import METHODS, make_method
+
+RUN = "from nafi.cli import main; main()"
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    code = "from nafi.cli import main; main()"
+def run(
+    *arguments: str, cwd: Path | None = None, code: str = RUN
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -153,9 +158,9 @@ def test_a_log_gets_lines_of_what_was_finished(
     """Standard error is no terminal here: a line at most every ten seconds, and no bar."""
     clock = iter([0.0, 4.0, 12.0, 15.0, 90.0, 120.0])
     monkeypatch.setattr("nafi.cli.app.time.monotonic", lambda: next(clock))
-    with progress_bar(False) as told:
+    with progress_bar(False) as show:
         for step, done in [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("d", 4)]:
-            told(step, done, 9)
+            show(step, done, 9)
     lines = ["nafi: 2 of 9 after 0.2 min: b", "nafi: 4 of 9 after 1.5 min: d"]
     assert capsys.readouterr().err.splitlines() == lines
 
@@ -167,3 +172,54 @@ def test_help_says_what_arguments_are() -> None:
         "report": "A folder of records",
     }.items():
         assert words in CliRunner().invoke(app, [command, "--help"]).output
+
+
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_methods_lists_the_registry() -> None:
+    table = printed("methods")
+    for name, method in METHODS.items():
+        assert re.search(rf"│ {name} +│ {re.escape((method.__doc__ or '').split()[0])}", table)
+    described = json.loads(printed("methods", "--json"))
+    assert [method["name"] for method in described] == list(METHODS)
+    for method in described:
+        made = make_method(method["name"])
+        defaults = {option["name"]: option["default"] for option in method["options"]}
+        assert defaults == made.settings()
+        assert all(option["meaning"] for option in method["options"]), method["name"]
+
+
+def test_methods_shows_the_options_of_one() -> None:
+    table = printed("methods", "nafi")
+    assert "It uses class_counts, input_moments, sample_counts." in table
+    assert re.search(r"│ penalty +│ 0\.4 +│ a number of at least 0, or a list", table)
+    assert re.search(r"│ trim +│ 0\.0 +│ .*│ see clip", table)
+    assert "It has no options." in printed("methods", "fedavg")
+
+
+def test_an_unknown_method_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = complaint(["methods", "magic"], tmp_path, monkeypatch, capsys)
+    assert "found 'magic', expected one of nafi, pfnm" in told
+
+
+WITHOUT_LAB = """
+import sys
+sys.modules |= dict.fromkeys(["jinja2", "matplotlib", "PIL", "pooch", "pydantic", "sklearn"])
+from nafi.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["demo", "run --list", "report ."])
+def test_what_needs_the_laboratory_says_how_to_install_it(command: str, tmp_path: Path) -> None:
+    done = run(*command.split(), cwd=tmp_path, code=WITHOUT_LAB)
+    assert done.returncode == 2
+    hint = r"nafi: this needs \w+, which is not installed: pip install 'nafi\[lab\]'\n"
+    assert re.fullmatch(hint, done.stderr), done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,13 @@
-"""nafi fuses neural networks that were trained apart into one."""
+"""nafi fuses neural networks that were trained apart into one.
 
-from nafi.checkpoints import load, save
+Hides: that names are imported when they are first used, so that `import nafi` and `nafi --help` do
+not wait for torch. Promises: every name of `__all__`, and the packages, as attributes of `nafi`.
+"""
+
+from typing import TYPE_CHECKING
+
 from nafi.errors import CheckpointError, InputError, NafiError, SpecError
-from nafi.fusion import FusionResult, calibrate, fuse, input_moments
-from nafi.graph import ModelSpec, groups
-from nafi.matching import Matching, match, match_path
+from nafi.lazy import lazy_names
 from nafi.version import __version__
 
 __all__ = [
@@ -25,3 +28,25 @@ __all__ = [
     "match_path",
     "save",
 ]
+
+if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against the table below
+    from nafi import checkpoints as checkpoints
+    from nafi import federated as federated
+    from nafi import fusion as fusion
+    from nafi import graph as graph
+    from nafi import matching as matching
+    from nafi.checkpoints import load, save
+    from nafi.fusion import FusionResult, calibrate, fuse, input_moments
+    from nafi.graph import ModelSpec, groups
+    from nafi.matching import Matching, match, match_path
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "checkpoints": ["load", "save"],
+            "federated": [],
+            "fusion": ["FusionResult", "calibrate", "fuse", "input_moments"],
+            "graph": ["ModelSpec", "groups"],
+            "matching": ["Matching", "match", "match_path"],
+        },
+    )

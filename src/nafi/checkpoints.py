@@ -1,96 +1,45 @@
 """Networks in files.
 
-Hides: safetensors, torch's own format, and how a network gets back the widths that it was saved
+Hides: safetensors, torch's own format, and how a network is rebuilt at the widths that it was saved
 with. Promises: nothing is ever unpickled; a file that cannot be used raises `CheckpointError` with
-its name and what to do; files are written whole or not at all.
+its name and what to do; files are written completely or not at all.
 """
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import inf, prod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nafi.errors import CheckpointError, InputError, SpecError, few, unlike
-from nafi.factories import called, load_factory, resolve_inputs
+from nafi.factories import call_factory, load_factory, resolve_inputs
 from nafi.files import atomic_path
 from nafi.fusion import FusionResult, FusionWarning
-from nafi.graph.batchnorm import fold_batchnorm
-from nafi.graph.groups import groups
-from nafi.graph.rebuild import rebuild
-from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import Inputs, named_tensors, shared_names
-from nafi.version import __version__
+from nafi.graph import (
+    Inputs,
+    ModelSpec,
+    fold_batchnorm,
+    groups,
+    named_tensors,
+    rebuild,
+    shared_names,
+)
+from nafi.manifest import Manifest
 
 _KEY = "nafi"
-# What people call the weights inside of a file that holds more than them.
+# What people call the weights in a file that holds more than weights.
 _NESTED = ("state_dict", "model_state_dict", "model")
-# Example inputs are made anew to see that a network runs; no file may ask for more numbers.
-_MOST_INPUTS = 2**28
+# What torch.compile and DataParallel put before every name.
 _WRAPPERS = ("_orig_mod.", "module.")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself, as JSON in the metadata of the file.
-
-    factory: package.module:function that makes the network
-    widths: neurons of each group, for a fused model
-    spec: the groups of its architecture at these widths, for a network that is not as wide as the
-        factory makes it
-    folded: whether batch normalisation was folded into the layers
-    inputs: [shape, type] of each example input, to see that a rebuilt network runs
-    class_counts, sample_count: of the data that the model was trained on
-    aliases: names of shared tensors, which are stored once
-    """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    factory: str | None = None
-    widths: Mapping[str, int] | None = None
-    spec: Mapping[str, Any] | None = None
-    folded: bool = False
-    inputs: Sequence[tuple[list[int], str]] | None = None
-    class_counts: Sequence[float] | None = None
-    sample_count: float | None = None
-    aliases: Mapping[str, str] | None = None
-    version: str = __version__
-
-    def example_inputs(self) -> Inputs | None:
-        """Zeros of the shapes that were saved."""
-        if self.inputs is None:
-            return None
-        return tuple(torch.zeros(shape, dtype=_dtype(kind)) for shape, kind in self.inputs)
-
-
-_MANIFEST = TypeAdapter(Manifest)
-
-
-def _manifest(told: str) -> Manifest:
-    """What a file says of itself; files come from strangers."""
-    found = _MANIFEST.validate_json(told, strict=True)
-    for shape, kind in found.inputs or []:
-        _dtype(kind)
-        if not all(0 <= size <= _MOST_INPUTS for size in shape) or prod(shape) > _MOST_INPUTS:
-            raise ValueError(f"inputs of shape {shape}")
-    return found
-
-
-def _dtype(kind: str) -> torch.dtype:
-    found = getattr(torch, kind, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"inputs of type {kind!r}")
-    return found
 
 
 def save(
@@ -103,9 +52,9 @@ def save(
     sample_count: float | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a model, or what `nafi.fuse` returned, with all that `nafi.load` needs.
+    """Write a model, or the result of `nafi.fuse`, with all that `nafi.load` needs.
 
-    factory: "package.module:function" that makes the network; without it, give it to `load`
+    factory: "package.module:function" that makes the network; if None, `load` must be given one
     class_counts: (K,) samples per class, sample_count: all samples; `nafi fuse` reads them
     """
     result = model if isinstance(model, FusionResult) else None
@@ -119,8 +68,8 @@ def save(
         raise InputError("an ensemble is several models, not one; save each of them instead")
     if factory is not None and (not isinstance(factory, str) or ":" not in factory):
         raise InputError(f"factory: found {factory!r}, expected 'package.module:function'")
-    counts = None if class_counts is None else _numbers(class_counts, "class_counts")
-    count = None if sample_count is None else _numbers([sample_count], "sample_count")[0]
+    counts = None if class_counts is None else _check_counts(class_counts, "class_counts")
+    count = None if sample_count is None else _check_counts([sample_count], "sample_count")[0]
     aliases = shared_names(network)
     state = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -134,17 +83,16 @@ def save(
         widths=dict(result.widths) if result is not None else None,
         spec=spec.to_dict() if spec is not None else None,
         folded=bool(result is not None and result.spec is not None and result.spec.folded),
-        inputs=_described(inputs),
+        inputs=_describe(inputs),
         class_counts=counts,
         sample_count=count,
         aliases=aliases or None,
     )
-    told = {key: value for key, value in asdict(manifest).items() if value is not None}
     with atomic_path(target) as partial:
-        save_file(state, partial, metadata={_KEY: json.dumps(told)})
+        save_file(state, partial, metadata={_KEY: manifest.to_json()})
 
 
-def _numbers(values: Sequence[float], name: str) -> list[float]:
+def _check_counts(values: Sequence[float], name: str) -> list[float]:
     try:
         numbers = [float(value) for value in values]
     except (TypeError, ValueError):
@@ -157,23 +105,24 @@ def _numbers(values: Sequence[float], name: str) -> list[float]:
 def load(path: str | Path, factory: str | Callable[[], nn.Module] | None = None) -> nn.Module:
     """The network of a checkpoint, at the widths it was saved with, in eval mode.
 
-    factory: makes the network, if the file does not say or to use another one: a function without
-        arguments or its name, "package.module:function".
+    factory: makes the network, instead of the one that the file names: a function without
+        arguments, or its name, "package.module:function".
     """
     state, manifest = read(path)
-    name = factory if factory is not None else manifest.factory
-    if name is None:
+    factory = factory if factory is not None else manifest.factory
+    inputs: Inputs | None = manifest.example_inputs()
+    if factory is None:
         raise CheckpointError(f"{path} does not say what makes its network; give load a factory")
-    if isinstance(name, str):
-        model, found = load_factory(name)
-        inputs = manifest.example_inputs() or (resolve_inputs([], found) if found else None)
-    else:
-        model, inputs = called(name), manifest.example_inputs()
+    if not isinstance(factory, str):
+        return restore(call_factory(factory), state, manifest, inputs, str(path))
+    model, example_inputs = load_factory(factory)
+    if not inputs and example_inputs is not None:
+        inputs = resolve_inputs([], example_inputs)
     return restore(model, state, manifest, inputs, str(path))
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], Manifest]:
-    """The tensors of a file and what it says of itself, which may be nothing.
+    """The tensors of a file under the names it has for them, and its manifest, perhaps empty.
 
     Reads safetensors, and files of torch.save that hold tensors only (`weights_only=True`).
     """
@@ -182,10 +131,10 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], Manifest]:
         kind = "is a folder" if file.is_dir() else "does not exist"
         raise CheckpointError(f"{file} {kind}; expected a checkpoint")
     with file.open("rb") as handle:
-        start = handle.read(9)
-    if start[8:9] == b"{":
+        first_bytes = handle.read(9)
+    if first_bytes[8:9] == b"{":
         return _read_safetensors(file)
-    if start[:2] == b"PK" or start[:1] == b"\x80":
+    if first_bytes[:2] == b"PK" or first_bytes[:1] == b"\x80":
         return _read_torch(file), Manifest()
     raise CheckpointError(
         f"{file} is neither a safetensors file nor one of torch.save; was it cut off or renamed?"
@@ -194,7 +143,7 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], Manifest]:
 
 @dataclass(frozen=True, eq=False)
 class ClientFiles:
-    """Several checkpoints of one architecture, and what they say of their data."""
+    """Several checkpoints of one architecture, and what they say about their data."""
 
     models: list[nn.Module]
     example_inputs: Inputs
@@ -208,33 +157,40 @@ def load_clients(
 ) -> ClientFiles:
     """Read the checkpoints of clients, each at its own widths.
 
-    factory: "package.module:function"; if None, what the files say
-    shapes: of the inputs, without the batch, like "3,32,32"; else from the files or from a
-        function example_inputs() beside the factory
+    factory: "package.module:function"; if None, the one that the files name
+    shapes: of the inputs, without the batch, like "3,32,32"; if empty, from a function
+        example_inputs() beside the factory, or from the files
     """
-    found = [read(path) for path in paths]
-    name = factory or next((m.factory for _, m in found if m.factory), None)
-    if name is None:
+    files = [read(path) for path in paths]
+    manifests = [manifest for _, manifest in files]
+    factory = factory or next((m.factory for m in manifests if m.factory), None)
+    if factory is None:
         raise InputError("the checkpoints do not say what makes their network: give --model")
-    _, example_inputs = load_factory(name)
-    saved = next((m.example_inputs() for _, m in found if m.inputs), None)
-    known = None if shapes or example_inputs is not None else saved
-    inputs = known if known is not None else resolve_inputs(shapes, example_inputs)
+    inputs = _client_inputs(factory, shapes, manifests)
     models = [
-        restore(load_factory(name)[0], state, manifest, inputs, str(path))
-        for path, (state, manifest) in zip(paths, found, strict=True)
+        restore(load_factory(factory)[0], state, manifest, inputs, str(path))
+        for path, (state, manifest) in zip(paths, files, strict=True)
     ]
     return ClientFiles(
         models,
         _like_weights(inputs, models[0]),
-        name,
-        _of_all(paths, [m.class_counts for _, m in found], "class counts"),
-        _of_all(paths, [m.sample_count for _, m in found], "sample counts"),
+        factory,
+        _from_all(paths, [m.class_counts for m in manifests], "class counts"),
+        _from_all(paths, [m.sample_count for m in manifests], "sample counts"),
     )
 
 
-def _of_all(paths: Sequence[str | Path], values: list[Any], what: str) -> list[Any] | None:
-    """What all files say, or nothing, with a warning if only some say it."""
+def _client_inputs(factory: str, shapes: Sequence[str], manifests: Iterable[Manifest]) -> Inputs:
+    """Example inputs: of the shapes, else from beside the factory, else as the first file says."""
+    _, example_inputs = load_factory(factory)
+    saved = next((m.example_inputs() for m in manifests if m.inputs), None)
+    if saved is not None and not shapes and example_inputs is None:
+        return saved
+    return resolve_inputs(shapes, example_inputs)
+
+
+def _from_all(paths: Sequence[str | Path], values: list[Any], what: str) -> list[Any] | None:
+    """The values if every file has one, else None, with a warning if only some files have one."""
     missing = [str(path) for path, value in zip(paths, values, strict=True) if value is None]
     if missing and len(missing) < len(values):
         has = "have" if len(missing) > 1 else "has"
@@ -244,13 +200,13 @@ def _of_all(paths: Sequence[str | Path], values: list[Any], what: str) -> list[A
 
 
 def _like_weights(inputs: Inputs, model: nn.Module) -> Inputs:
-    """Inputs in the precision of the network's weights."""
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if len(kinds) != 1:
+    """Inputs in the precision of the network's weights, if they all have the same."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(dtypes) != 1:
         return inputs
-    kind = kinds.pop()
+    dtype = dtypes.pop()
     return tuple(
-        x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
     )
 
 
@@ -261,35 +217,58 @@ def restore(
     example_inputs: Inputs | None,
     label: str,
 ) -> nn.Module:
-    """The network with these tensors, made as wide as they are; the network given may change.
+    """The network with these tensors, at their widths and dtypes; changes the network in place.
 
     label: what errors call the file.
     """
-    full = {**state, **{other: state[name] for other, name in (manifest.aliases or {}).items()}}
-    own = named_tensors(model)
-    same = set(own) == set(full) and all(own[name].shape == full[name].shape for name in own)
-    if not same:
-        _check_keys(own, full, manifest, label)
-        model = _resized(model, full, manifest, example_inputs, label)
-    for name, tensor in named_tensors(model).items():
-        if tensor.dtype != full[name].dtype:
-            if tensor.is_floating_point() != full[name].is_floating_point():
-                raise CheckpointError(
-                    f"{label}: {name} is {full[name].dtype}, expected {tensor.dtype}"
-                )
-            model = model.to(full[name].dtype) if tensor.is_floating_point() else model
-    model.load_state_dict(full)
+    tensors = named_tensors(model)
+    shared = {other: state[name] for other, name in (manifest.aliases or {}).items()}
+    state = _unwrap({**state, **shared}, tensors)
+    if _shapes(tensors) != _shapes(state):
+        if not manifest.folded:
+            _check_names(tensors, state, label)
+        model = _resize(model, state, manifest, example_inputs, label)
+        _check_names(named_tensors(model), state, label)
+    _convert(model, state, label)
+    model.load_state_dict(state)
     return model.eval()
 
 
-def _resized(
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _convert(model: nn.Module, state: Mapping[str, Tensor], label: str) -> None:
+    """Give every tensor of the network the dtype that it has in the file."""
+    tensors = named_tensors(model)
+    for name, tensor in tensors.items():
+        if _number_kind(tensor) != _number_kind(state[name]):
+            dtype = state[name].dtype
+            raise CheckpointError(f"{label}: {name} is {dtype}, expected {tensor.dtype}")
+    floats = {name: t.dtype for name, t in state.items() if t.is_floating_point()}
+    if all(tensors[name].dtype == dtype for name, dtype in floats.items()):
+        return
+    # First to the dtype of most numbers, for what is in no file: buffers that are not persistent.
+    numbers: Counter[torch.dtype] = Counter()
+    for name, dtype in floats.items():
+        numbers[dtype] += state[name].numel()
+    model.to(numbers.most_common(1)[0][0])
+    for name, tensor in named_tensors(model).items():
+        tensor.data = tensor.data.to(floats.get(name, tensor.dtype))
+
+
+def _number_kind(tensor: Tensor) -> str:
+    return "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "whole"
+
+
+def _resize(
     model: nn.Module,
     state: Mapping[str, Tensor],
     manifest: Manifest,
     example_inputs: Inputs | None,
     label: str,
 ) -> nn.Module:
-    """The network at the widths of the tensors, with batch normalisation folded if theirs was."""
+    """The network at the widths of the tensors, batch normalisation folded if it was in theirs."""
     if example_inputs is None:
         raise CheckpointError(
             f"{label} has other widths than its network, and rebuilding needs example inputs: "
@@ -308,28 +287,28 @@ def _resized(
         raise CheckpointError(f"{label} is not a checkpoint of this network: {error}") from None
 
 
-def _check_keys(
-    own: Mapping[str, Tensor], state: Mapping[str, Tensor], manifest: Manifest, label: str
-) -> None:
-    if manifest.folded:
-        return
-    told = unlike(state, own)
-    if told:
+def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:
+    difference = unlike(state, tensors)
+    if difference:
         raise CheckpointError(
-            f"{label} is not a checkpoint of this network: it {told}; is the factory the right one?"
+            f"{label} is not a checkpoint of this network: it {difference}; is the factory the "
+            "right one?"
         )
 
 
-def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names as the network has them, without what DataParallel or torch.compile put before them."""
-    for prefix in _WRAPPERS:
-        if state and all(name.startswith(prefix) for name in state):
-            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+def _unwrap(state: Mapping[str, Tensor], names: Mapping[str, object]) -> dict[str, Tensor]:
+    """Take off what wrappers put before every name, until a name is one of the network's."""
+    state = dict(state)
+    while state and not state.keys() & names.keys():
+        prefix = next((p for p in _WRAPPERS if all(name.startswith(p) for name in state)), None)
+        if prefix is None:
+            break
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     return state
 
 
-def _described(inputs: Inputs | None) -> list[tuple[list[int], str]] | None:
-    """Shapes and types of example inputs, if tensors are all they are."""
+def _describe(inputs: Inputs | None) -> list[tuple[list[int], str]] | None:
+    """Shapes and dtypes of example inputs, or None if not all of them are tensors."""
     if inputs is None or not all(isinstance(value, Tensor) for value in inputs):
         return None
     return [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in inputs]
@@ -338,20 +317,20 @@ def _described(inputs: Inputs | None) -> list[tuple[list[int], str]] | None:
 def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], Manifest]:
     try:
         with safe_open(file, framework="pt") as handle:
-            told = (handle.metadata() or {}).get(_KEY)
+            metadata = handle.metadata() or {}
             state = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; was it cut off?") from None
     if not state:
         raise CheckpointError(f"{file} holds no tensors")
     try:
-        manifest = _manifest(told) if told else Manifest()
-    except (TypeError, ValueError) as error:
+        manifest = Manifest.from_json(metadata[_KEY]) if metadata.get(_KEY) else Manifest()
+    except ValueError as error:
         raise CheckpointError(f"{file} has a manifest that cannot be read: {error}") from None
-    lost = [name for name in (manifest.aliases or {}).values() if name not in state]
-    if lost:
-        raise CheckpointError(f"{file} lacks {few(lost)}, of which it has other names")
-    return _unwrapped(state), manifest
+    missing = [name for name in (manifest.aliases or {}).values() if name not in state]
+    if missing:
+        raise CheckpointError(f"{file} lacks {few(missing)}, to which its aliases refer")
+    return state, manifest
 
 
 def _read_torch(file: Path) -> dict[str, Tensor]:
@@ -373,4 +352,4 @@ def _read_torch(file: Path) -> dict[str, Tensor]:
                 f"{file}: {name} is {type(value).__name__}, expected tensors only; save "
                 "model.state_dict()"
             )
-    return _unwrapped({name: value.detach() for name, value in content.items()})
+    return {name: value.detach() for name, value in content.items()}

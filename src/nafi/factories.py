@@ -1,7 +1,7 @@
 """Networks by name: `package.module:factory`.
 
-Hides: importing a user's code. Promises: an `nn.Module` and example inputs, or an error of one line
-that says which part of the name, the import or the call went wrong.
+Hides: importing the user's code. Promises: an `nn.Module` and example inputs, or a one-line error
+that says what failed: the name, the import or the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nafi.errors import InputError
 
 
 def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
-    """Call the factory; also return `example_inputs` of its module, if there is one."""
+    """Call the factory; also return the function `example_inputs` of its module, if any."""
     module_name, _, factory_name = name.partition(":")
     if not module_name or not factory_name or module_name.endswith(".py"):
         hint = f"; write {module_name[:-3]}:{factory_name}" if module_name.endswith(".py") else ""
@@ -30,17 +30,17 @@ def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise InputError(
-            f"cannot import {module_name}: {type(error).__name__}: {error} (it is looked "
-            "for in the current folder and among installed packages)"
+            f"cannot import {module_name}: {type(error).__name__}: {error} (searched in "
+            "the current folder and the installed packages)"
         ) from error
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         raise InputError(f"{module_name} has no function or class {factory_name!r}")
-    return called(factory, name), getattr(module, "example_inputs", None)
+    return call_factory(factory, name), getattr(module, "example_inputs", None)
 
 
-def called(factory: Callable[[], Any], name: str = "factory") -> nn.Module:
-    """The network that a factory makes."""
+def call_factory(factory: Callable[[], Any], name: str = "factory") -> nn.Module:
+    """Call a factory, which must return a network."""
     try:
         model = factory()
     except Exception as error:
@@ -56,7 +56,7 @@ def called(factory: Callable[[], Any], name: str = "factory") -> nn.Module:
 def resolve_inputs(
     shapes: Sequence[str], example_inputs: Callable[[], Any] | None, batch: int = 2
 ) -> tuple[Any, ...]:
-    """Zeros of the given shapes without their batch dimension, or what `example_inputs` returns."""
+    """Zeros of these shapes (written without the batch), or what `example_inputs` returns."""
     if shapes:
         return tuple(torch.zeros(batch, *_shape(text)) for text in shapes)
     if example_inputs is None:

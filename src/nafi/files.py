@@ -1,17 +1,18 @@
 """Writing files so that no half-written one is ever seen, and reading them.
 
-Hides: the temporary file. Promises: the target either is as it was or is complete.
+Hides: the temporary file and its permissions. Promises: the target is either unchanged or
+complete, and no more people may read it than before.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from nafi.errors import InputError
@@ -23,28 +24,37 @@ _PARTIAL = ".partial"
 def atomic_path(target: Path, *, private: bool = False) -> Iterator[Path]:
     """A temporary path beside `target` that replaces it when the block ends without an error.
 
-    private: a file that its owner alone may read
+    The new file keeps the permissions of the one it replaces; otherwise the umask decides.
+
+    private: only its owner may read the file
     """
     check_writable(target, overwrite=True)
+    partial = target.with_name(f".{target.name}.{token_hex(8)}{_PARTIAL}{target.suffix}")
     try:
-        handle, name = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name}.", suffix=_PARTIAL + target.suffix
-        )
+        mode = _create(partial, target, private)
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}") from None
-    os.close(handle)
-    partial = Path(name)
     try:
         yield partial
-        if not private:
-            partial.chmod(0o644)
+        partial.chmod(mode)  # writers may make another file in its place, as safetensors does
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
 
 
+def _create(partial: Path, target: Path, private: bool) -> int:
+    """Make an empty file; the permissions that it is to have in the end."""
+    replaced = target.stat().st_mode & 0o777 if target.exists() and not private else None
+    # What replaces a file is closed to others until it is complete; else the umask is applied.
+    mode = 0o600 if private or replaced is not None else 0o666
+    handle = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
+    created = os.fstat(handle).st_mode & 0o777
+    os.close(handle)
+    return created if replaced is None else replaced
+
+
 def remove_leftovers(target: Path) -> None:
-    """Remove what a process that was killed while writing left; for a file of one writer."""
+    """Remove what a process that was killed while writing left; for a file with a single writer."""
     for partial in target.parent.glob(f".{escape(target.name)}.*{_PARTIAL}{target.suffix}"):
         partial.unlink(missing_ok=True)
 

@@ -8,6 +8,8 @@ option, the value and what was expected.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -19,6 +21,8 @@ import numpy as np
 from nafi.errors import InputError
 
 _CONSTRAINT = "constraint"
+# "name, other: text" in a docstring, and the indented lines that continue it.
+_DOCUMENTED = re.compile(r"^(\w+(?:, \w+)*): (.*(?:\n +.*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,22 @@ def option(constraint: Constraint, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={_CONSTRAINT: constraint})
 
 
+@dataclass(frozen=True)
+class OptionInfo:
+    """What there is to say about an option.
+
+    type: as it is declared; expected: the values that are allowed
+    default: its default, MISSING for an option that must be given
+    meaning: what the docstring of the class says about it
+    """
+
+    name: str
+    type: str
+    expected: str
+    default: Any
+    meaning: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """A frozen dataclass whose fields are options."""
@@ -97,6 +117,25 @@ class Options:
     def option_names(cls) -> tuple[str, ...]:
         """The names of all options, in the order of their declaration."""
         return tuple(field.name for field in dataclasses.fields(cls) if field.init)
+
+    @classmethod
+    def describe(cls) -> list[OptionInfo]:
+        """All options with what their declarations and the docstrings of the classes say."""
+        meanings: dict[str, str] = {}
+        for parent in reversed(cls.__mro__):
+            for names, text in _DOCUMENTED.findall(inspect.cleandoc(parent.__doc__ or "")):
+                meanings |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+        return [
+            OptionInfo(
+                field.name,
+                str(field.type),
+                getattr(field.metadata.get(_CONSTRAINT), "expected", str(field.type)),
+                field.default,
+                meanings.get(field.name, ""),
+            )
+            for field in dataclasses.fields(cls)
+            if field.init
+        ]
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], owner: str) -> Self:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import numpy as np
 
+from nafi.matching.inputs import MatchingInput, make_input
 from nafi.matching.posterior import Posterior
-from nafi.matching.problem import Problem, build_problem
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Case:
             "prior_precision": self.prior_precision,
         }
 
-    def problem(self) -> Problem:
-        return build_problem(self.neurons, **self.arguments)  # type: ignore[arg-type]
+    def inputs(self) -> MatchingInput:
+        return make_input(self.neurons, **self.arguments)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -59,15 +59,15 @@ def cases(draw: st.DrawFn, models: int = 4, width: int = 4, columns: int = 6) ->
     return Case(neurons, list(precisions), mean, prior)
 
 
-def random_posterior(problem: Problem, rng: np.random.Generator) -> Posterior:
+def random_posterior(inputs: MatchingInput, rng: np.random.Generator) -> Posterior:
     """Every model placed at random on a few shared global neurons, none of them without owner."""
-    posterior = Posterior(problem)
-    places = problem.widest + 2
+    posterior = Posterior(inputs)
+    places = inputs.widest + 2
     posterior.taken(spare=places)
-    labels = [rng.permutation(places)[: model.width] for model in problem.models]
+    labels = [rng.permutation(places)[: model.width] for model in inputs.models]
     _, dense = np.unique(np.concatenate(labels), return_inverse=True)
     start = 0
-    for s, model in enumerate(problem.models):
+    for s, model in enumerate(inputs.models):
         posterior.observe(s, dense[start : start + model.width])
         start += model.width
     return posterior

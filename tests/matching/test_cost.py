@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from nafi.matching.cost import CostModel, EvidenceCost, PenalisedCost, joint_objective
 from nafi.matching.divergence import DIVERGENCES
+from nafi.matching.inputs import MatchingInput
 from nafi.matching.prior import BetaBernoulli, PublicCodeBetaBernoulli
-from nafi.matching.problem import Problem
 from nafi.matching.products import GramProducts, direct_products
 from tests.matching import oracle
 from tests.matching.strategies import Case, cases, random_posterior
@@ -18,8 +18,8 @@ from tests.matching.strategies import Case, cases, random_posterior
 COSTS = ["pfnm", *DIVERGENCES]
 
 
-def cost_named(name: str, penalty: float, problem: Problem) -> CostModel:
-    dimension = len(problem.columns.order)
+def cost_named(name: str, penalty: float, inputs: MatchingInput) -> CostModel:
+    dimension = len(inputs.columns.order)
     return (
         EvidenceCost() if name == "pfnm" else PenalisedCost(penalty, DIVERGENCES[name], dimension)
     )
@@ -29,19 +29,19 @@ def cost_named(name: str, penalty: float, problem: Problem) -> CostModel:
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), seed=st.integers(0, 1000), penalty=st.floats(0.01, 3))
 def test_every_entry_equals_the_formula(name: str, case: Case, seed: int, penalty: float) -> None:
-    problem = case.problem()
+    inputs = case.inputs()
     rng = np.random.default_rng(seed)
-    posterior = random_posterior(problem, rng)
-    s = int(rng.integers(len(problem.models)))
+    posterior = random_posterior(inputs, rng)
+    s = int(rng.integers(len(inputs.models)))
     assignments = [a.copy() for a in posterior.assignments if a is not None]
     posterior.forget(s)
     slots = np.flatnonzero(posterior.taken())
     number = np.full(len(posterior.eta), -1)
     number[slots] = np.arange(len(slots))
     others = [None if o == s else number[a] for o, a in enumerate(assignments)]
-    model, gaussian = problem.models[s], posterior.at(slots)
-    cost = cost_named(name, penalty, problem)
-    prior = BetaBernoulli(len(problem.models), mass=0.7)
+    model, gaussian = inputs.models[s], posterior.at(slots)
+    cost = cost_named(name, penalty, inputs)
+    prior = BetaBernoulli(len(inputs.models), mass=0.7)
     expected = oracle.cost_matrix(
         case.neurons,
         case.precisions,
@@ -55,7 +55,7 @@ def test_every_entry_equals_the_formula(name: str, case: Case, seed: int, penalt
     )
     joining = cost(gaussian, model, direct_products(gaussian, model)).T
     joining += prior.shared(posterior.counts(slots))
-    opening = cost(problem.prior, model, direct_products(problem.prior, model))[0]
+    opening = cost(inputs.prior, model, direct_products(inputs.prior, model))[0]
     np.testing.assert_allclose(joining, expected[:, : len(slots)], rtol=1e-9, atol=1e-9)
     new = opening[:, None] + prior.opened(model.width)
     np.testing.assert_allclose(new, expected[:, len(slots) :], rtol=1e-9, atol=1e-9)
@@ -65,24 +65,24 @@ def test_every_entry_equals_the_formula(name: str, case: Case, seed: int, penalt
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_a_pfnm_cost_is_a_change_of_the_joint_objective(case: Case, seed: int) -> None:
     """Without the paper's `log k`: see `BetaBernoulli.negative_log_probability`."""
-    problem = case.problem()
+    inputs = case.inputs()
     rng = np.random.default_rng(seed)
-    posterior = random_posterior(problem, rng)
-    prior = BetaBernoulli(len(problem.models), mass=1.3)
+    posterior = random_posterior(inputs, rng)
+    prior = BetaBernoulli(len(inputs.models), mass=1.3)
 
     def objective() -> float:
         slots = np.flatnonzero(posterior.taken())
-        return joint_objective(problem, posterior.at(slots), posterior.counts(slots), prior)
+        return joint_objective(inputs, posterior.at(slots), posterior.counts(slots), prior)
 
-    s = int(rng.integers(len(problem.models)))
-    model, assigned = problem.models[s], posterior.assignments[s]
+    s = int(rng.integers(len(inputs.models)))
+    model, assigned = inputs.models[s], posterior.assignments[s]
     assert assigned is not None
     total = objective()
     posterior.forget(s)
     gaussian = posterior.at(slice(None))
     joining = EvidenceCost()(gaussian, model, direct_products(gaussian, model))
     counts = posterior.counts(assigned)
-    popularity = np.full(model.width, 2 * np.log(len(problem.models) / 1.3))
+    popularity = np.full(model.width, 2 * np.log(len(inputs.models) / 1.3))
     popularity[counts > 0] = prior.shared(counts[counts > 0])
     step = joining[assigned, np.arange(model.width)] + popularity
     assert total - objective() == pytest.approx(step.sum(), rel=1e-9, abs=1e-8)
@@ -91,16 +91,16 @@ def test_a_pfnm_cost_is_a_change_of_the_joint_objective(case: Case, seed: int) -
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_gram_products_equal_direct_products(case: Case, seed: int) -> None:
-    problem = case.problem()
+    inputs = case.inputs()
     rng = np.random.default_rng(seed)
-    posterior = random_posterior(problem, rng)
-    s = int(rng.integers(len(problem.models)))
+    posterior = random_posterior(inputs, rng)
+    s = int(rng.integers(len(inputs.models)))
     posterior.forget(s)
     front = int(np.flatnonzero(posterior.taken()).max(initial=-1)) + 1
     gaussian = posterior.at(slice(front))
-    shared = GramProducts(problem)(posterior, front, problem.models[s])
-    direct = direct_products(gaussian, problem.models[s])
-    assert len(shared) == len(direct) == len(problem.columns.wide)
+    shared = GramProducts(inputs)(posterior, front, inputs.models[s])
+    direct = direct_products(gaussian, inputs.models[s])
+    assert len(shared) == len(direct) == len(inputs.columns.wide)
     for one, other in zip(shared, direct, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 

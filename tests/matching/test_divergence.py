@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from nafi.errors import InputError
 from nafi.matching.divergence import DIVERGENCES, divergence_named
-from nafi.matching.problem import build_problem
+from nafi.matching.inputs import make_input
 
 positive = st.floats(0.2, 5)
 shift = st.floats(-2, 2)
@@ -49,10 +49,10 @@ def integrated(name: str, before: norm, after: norm) -> float:
 @given(m0=shift, w=shift, p0=positive, t=st.one_of(st.just(0.0), positive))
 def test_closed_form_equals_integral(name: str, m0: float, w: float, p0: float, t: float) -> None:
     """In one dimension, through the same code that builds the cost matrices."""
-    problem = build_problem([[[w]]], t, m0, p0)  # type: ignore[arg-type]
+    inputs = make_input([[[w]]], t, m0, p0)  # type: ignore[arg-type]
     divergence = DIVERGENCES[name]
-    moved = divergence.moved(problem.prior, problem.models[0].precision, dimension=1)
-    found = divergence.link(moved.evaluate(problem.prior, problem.models[0], []))[0, 0]
+    moved = divergence.moved(inputs.prior, inputs.models[0].precision, dimension=1)
+    found = divergence.link(moved.evaluate(inputs.prior, inputs.models[0], []))[0, 0]
     after = norm((p0 * m0 + t * w) / (p0 + t), 1 / math.sqrt(p0 + t))
     expected = integrated(name, norm(m0, 1 / math.sqrt(p0)), after)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)

@@ -118,12 +118,12 @@ def test_each_assignment_is_the_best_response(name: str, case: Case, penalty: fl
 @settings(max_examples=50, deadline=None)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_forgetting_and_observing_again_restores_the_posterior(case: Case, seed: int) -> None:
-    problem = case.problem()
+    inputs = case.inputs()
     rng = np.random.default_rng(seed)
-    posterior = random_posterior(problem, rng)
+    posterior = random_posterior(inputs, rng)
     slots = np.flatnonzero(posterior.taken())
     before = posterior.at(slots)
-    for s in rng.integers(len(problem.models), size=20):
+    for s in rng.integers(len(inputs.models), size=20):
         assigned = posterior.assignments[s]
         assert assigned is not None
         posterior.forget(int(s))
@@ -135,13 +135,13 @@ def test_forgetting_and_observing_again_restores_the_posterior(case: Case, seed:
 
 def test_a_huge_precision_leaves_no_trace_in_the_precisions() -> None:
     """1e12 beside 1e-3: adding and subtracting precisions would leave a negative one."""
-    problem = Case(
+    inputs = Case(
         [np.ones((1, 2)), np.full((1, 2), 3.0)],
         [np.full(2, 1e12), np.full(2, 1e-3)],
         np.zeros(2),
         np.full(2, 1e-3),
-    ).problem()
-    posterior = Posterior(problem)
+    ).inputs()
+    posterior = Posterior(inputs)
     posterior.observe(1, np.array([0]))
     expected = posterior.at(np.array([0])).precision
     posterior.observe(0, np.array([0]))
@@ -283,7 +283,7 @@ def test_public_code_popularity_changes_the_outcome_by_name() -> None:
 def test_summary_names_what_matters() -> None:
     text = str(nafi.match(noisy_subsets(0)))
     assert text.startswith("30 neurons of 5 models -> ")
-    assert "settled after" in text
+    assert "converged after" in text
     assert len(text.splitlines()) == 3
 
 

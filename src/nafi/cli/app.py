@@ -1,7 +1,7 @@
 """The application that commands are part of, and what they share.
 
-Hides: how errors, warnings and progress reach a terminal. Promises: standard output is the result
-alone; everything else goes to standard error.
+Hides: how errors, warnings and progress reach a terminal. Promises: standard output holds only the
+result; everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -24,7 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from nafi.errors import NafiError
+from nafi.errors import InputError, NafiError
 from nafi.version import __version__
 
 app = typer.Typer(
@@ -42,6 +43,14 @@ INPUT_SHAPE = typer.Option(
 AS_JSON = typer.Option("--json", help="Print JSON instead of a table.")
 
 
+# Modules that are not installed with nafi -> the extra that brings them.
+EXTRAS = {
+    **dict.fromkeys(("jinja2", "matplotlib", "PIL", "pooch", "pydantic", "sklearn"), "lab"),
+    "flwr": "flower",
+    "ot": "ot",
+}
+
+
 def main() -> None:
     """Run the command line; the entry point of `nafi`."""
     try:
@@ -49,10 +58,26 @@ def main() -> None:
     except NafiError as error:
         tell(str(error))
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRAS:
+            raise
+        tell(_install_hint(module))
+        sys.exit(2)
+
+
+def require(module: str) -> None:
+    """Refuse, before any work, what needs a package that is not installed."""
+    if find_spec(module) is None:
+        raise InputError(_install_hint(module))
+
+
+def _install_hint(module: str) -> str:
+    return f"this needs {module}, which is not installed: pip install 'nafi[{EXTRAS[module]}]'"
 
 
 def tell(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     Console(stderr=True, highlight=False).print(f"nafi: {text}", markup=False, soft_wrap=True)
 
 
@@ -71,15 +96,16 @@ def _root(
     """Fuse neural networks that were trained apart into one."""
 
 
-Told = Callable[[str, int, int], None]
+# What is going on, how many steps are done, and how many there are.
+ShowProgress = Callable[[str, int, int], None]
 _LINE_EVERY = 10.0  # seconds
 
 
 @contextmanager
-def progress_bar(quiet: bool) -> Iterator[Told]:
-    """A bar on standard error that says what is under way and how long it may take.
+def progress_bar(quiet: bool) -> Iterator[ShowProgress]:
+    """A bar on standard error: what is going on and how much time is left.
 
-    Where nobody looks, as in a log, a line when something was finished.
+    If standard error is not a terminal but, say, a log: a line now and then instead of a bar.
     """
     console = Console(stderr=True)
     if not quiet and not console.is_terminal:
@@ -95,18 +121,18 @@ def progress_bar(quiet: bool) -> Iterator[Told]:
         disable=quiet,
     )
     with bar:
-        shown = bar.add_task("starting", total=None)
+        task = bar.add_task("starting", total=None)
         yield lambda step, done, total: bar.update(
-            shown, description=step, completed=done, total=total
+            task, description=step, completed=done, total=total
         )
 
 
-def _progress_lines() -> Told:
-    """Tells what was finished, at most every ten seconds: short work leaves no lines."""
+def _progress_lines() -> ShowProgress:
+    """Print what is done, at most every ten seconds: short work prints no lines."""
     start = last = time.monotonic()
     most = 0
 
-    def told(step: str, done: int, total: int) -> None:
+    def show(step: str, done: int, total: int) -> None:
         nonlocal last, most
         now = time.monotonic()
         if done > most and now - last >= _LINE_EVERY:
@@ -114,15 +140,15 @@ def _progress_lines() -> Told:
             last = now
         most = max(most, done)
 
-    return told
+    return show
 
 
 @contextmanager
-def told_warnings() -> Iterator[None]:
-    """Tell each of our warnings once, in a line."""
+def print_warnings() -> Iterator[None]:
+    """Print each of nafi's warnings once, in a line; those of other packages are dropped."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    ours = [w for w in caught if w.category.__name__ in ("SpecWarning", "FusionWarning")]
+    ours = [w for w in caught if w.category.__module__.partition(".")[0] == "nafi"]
     for text in dict.fromkeys(str(w.message) for w in ours):
         tell(text)

@@ -1,4 +1,4 @@
-"""`nafi flower new`: a federation on Flower to start from."""
+"""`nafi flower new`: a Flower app to start from."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _FILES = (
 
 @flower.command()
 def new(
-    folder: Annotated[Path, typer.Argument(help="Where it goes: a folder that is new or empty.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write it: a new or empty folder.")],
 ) -> None:
     """Write a Flower app that fuses models by neuron matching, and runs as it is."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     if not name:
-        raise InputError(f"{folder}: its name makes no name for an app; use letters and digits")
+        raise InputError(f"{folder}: cannot name an app after this folder; use letters and digits")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} is there already; choose a folder that is new or empty")
-    # Of its own for each app: Ray's workers may find another app's package of the same name.
+        raise InputError(f"{folder} exists already; choose a new or empty folder")
+    # Each app has its own package name: Ray's workers might import another app's otherwise.
     package = f"app_{name.replace('-', '_')}"
     source = files("nafi.cli") / "flower_app"
     for path in _FILES:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, progress_bar, told_warnings
+from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar, require
 from nafi.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def fuse(
         str | None,
         typer.Option(help="package.module:factory; not needed if the checkpoints say it."),
     ] = None,
-    method: Annotated[str, typer.Option(help="nafi, pfnm, ot, rebasin or fedavg.")] = "nafi",
+    method: Annotated[str, typer.Option(help="A method of `nafi methods`.")] = "nafi",
     penalty: Annotated[
         float | None, typer.Option(help="nafi: more means fewer neurons. Default 0.4.")
     ] = None,
@@ -41,7 +41,7 @@ def fuse(
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any other option of the method; see nafi.fuse."),
+        typer.Option(metavar="NAME=VALUE", help="Any other option: see `nafi methods NAME`."),
     ] = None,
     class_counts: Annotated[
         Path | None,
@@ -72,10 +72,12 @@ def fuse(
     _check_targets(out, report, checkpoints)
     for target in filter(None, [out, report]):
         check_writable(target, force)
+    if report is not None:
+        require("jinja2")
     own = {"penalty": penalty, "evidence": evidence, "max_width": max_width}
     own |= {"batchnorm": batchnorm, "seed": seed}
     chosen = make_method(method, **_method_options(own, option or []))  # before any file is read
-    with told_warnings():
+    with print_warnings():
         files = load_clients(checkpoints, model, input_shape or [])
     # What files know of their data is used where the method can; what the user gives must be.
     known: dict[str, Any] = {
@@ -87,7 +89,7 @@ def fuse(
         used["class_counts"] = read_json(class_counts)
     if sample_counts is not None:
         used["sample_counts"] = _numbers(sample_counts)
-    with told_warnings(), progress_bar(as_json) as progress:
+    with print_warnings(), progress_bar(as_json) as progress:
         result = fuse_models(
             files.models,
             files.example_inputs,
@@ -135,7 +137,7 @@ def _check_targets(out: Path, report: Path | None, checkpoints: list[Path]) -> N
 
 def _tell(result: FusionResult, out: Path, report: Path | None, as_json: bool) -> None:
     """Print what was done, and write the page if there is to be one."""
-    from nafi.reports.fusion import fusion_table, write_fusion_page
+    from nafi.reports import fusion_table, write_fusion_page
 
     rows, told = result.summary(), result.diagnostics
     seconds = told["seconds"]

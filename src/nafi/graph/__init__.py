@@ -7,8 +7,10 @@ from nafi.graph.neurons import Neurons, Role, gather, scatter
 from nafi.graph.permute import permute
 from nafi.graph.rebuild import rebuild
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Segment
+from nafi.graph.trace import Inputs, named_tensors, shared_names
 
 __all__ = [
+    "Inputs",
     "ModelSpec",
     "NeuronGroup",
     "Neurons",
@@ -21,7 +23,9 @@ __all__ = [
     "fold_batchnorm",
     "gather",
     "groups",
+    "named_tensors",
     "permute",
     "rebuild",
     "scatter",
+    "shared_names",
 ]

@@ -1,4 +1,4 @@
-"""Bayesian matching of neurons: numpy and scipy only, knows nothing of networks."""
+"""Bayesian matching of neurons: plain arrays in, no torch and no networks."""
 
 from nafi.matching.api import match, match_path
 from nafi.matching.columns import Index

@@ -1,6 +1,6 @@
 """`match` and `match_path`: the public face of the matching core.
 
-Hides: how options become a problem, a cost and a descent.
+Hides: how options become checked inputs, a cost and a descent.
 Promises: bad options raise `InputError` before any work is done.
 """
 
@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from nafi.errors import InputError
 from nafi.matching.cost import CostModel, EvidenceCost, PenalisedCost
-from nafi.matching.descent import Descent
+from nafi.matching.descent import CoordinateDescent
 from nafi.matching.divergence import Divergence, divergence_named
+from nafi.matching.inputs import LARGEST, MatchingInput, make_input
 from nafi.matching.prior import popularity_named
-from nafi.matching.problem import LARGEST, Problem, build_problem
 from nafi.matching.result import Matching
 
 
@@ -45,25 +45,25 @@ def match(
     Args:
         neurons: S arrays (J_s, D); the widths J_s may differ.
         precisions: 1/variance of the neurons around their global neuron, t_s: a number, or a list
-            with a number or a (D,) array for each model. 0: the model knows nothing of a column.
+            with a number or a (D,) array for each model. 0: the model says nothing about a column.
         prior_mean, prior_precision: m0 and t0 of a global neuron, a number or (D,); t0 > 0.
-        mass: gamma, the readiness to open new neurons; > 0.
-        penalty: lam; 0 is PFNM, more penalty means fewer global neurons as a rule.
+        mass: gamma > 0; more means that new global neurons cost less.
+        penalty: lam; 0 is PFNM, a larger penalty usually means fewer global neurons.
         divergence: kl (the paper's), reverse_kl, jeffreys, hellinger, wasserstein2.
-        dimension: how many columns the divergence's spread, the part that depends on precisions
-            alone, is counted for; None for as many as there are, which is the paper's formula.
-            It grows with the columns while everything else grows with the size of the neurons.
-        sweeps: most passes over the models after the first; fewer if no model would change its
-            assignment given all others. A few neurons may go to and fro for ever (a cycle of best
-            responses); `Matching.converged` tells.
-        max_width: most global neurons, at least the widest model's; None for no limit.
+        dimension: the number of columns in the divergence's spread, the part that depends only on
+            precisions; None for D, as in the paper. The spread grows with the number of columns,
+            all other terms with the norm of the neurons.
+        sweeps: maximum number of passes over the models after the first; fewer if no model would
+            change its assignment given all others. A few neurons may alternate forever (a cycle of
+            best responses): see `Matching.converged`.
+        max_width: maximum number of global neurons, at least the widest model's; None: no limit.
         compat: "paper", or "pfnm-code" for the popularity terms of the public PFNM code
             (factor 1 instead of 2, counts capped at 10, and from a width of 700 on one new neuron
             at a time).
-        seed: decides the order of the models in the sweeps.
+        seed: of the random order of the models in the sweeps.
 
     Returns:
-        A `Matching`; with one model alone, its own posterior.
+        A `Matching`; for a single model, its own posterior.
 
     Cost: O(I J D) for each model and sweep with I global neurons, and an assignment problem.
     Memory: the neurons in float64 (twice if their precisions differ by column), and at most
@@ -71,8 +71,8 @@ def match(
 
     >>> import numpy as np
     >>> w = np.eye(3) * 5
-    >>> found = match([w, w[[2, 0, 1]]])
-    >>> [a.tolist() for a in found.assignments]
+    >>> matching = match([w, w[[2, 0, 1]]])
+    >>> [assigned.tolist() for assigned in matching.assignments]
     [[0, 1, 2], [2, 0, 1]]
     """
     return match_path(
@@ -106,27 +106,28 @@ def match_path(
     compat: str = "paper",
     seed: int = 0,
 ) -> list[Matching]:
-    """`match` for each of several penalties, sharing what the descents have in common.
+    """`match` for each of several penalties, sharing the work that the descents have in common.
 
-    The results are those of `match`, one per penalty in the given order, up to ties that rounding
-    decides. Once three descents have diverged it keeps the products of all neurons with each other,
-    (sum of J_s)^2 doubles for each wide block of columns, where that is below 1 GiB; and the global
-    neurons once for each descent.
+    The results are those of `match`, one per penalty and in the same order, up to ties that
+    rounding decides. Once three descents have diverged, it keeps the inner products of all pairs of
+    neurons, (sum of J_s)^2 doubles for each wide block of columns, if they take less than 1 GiB,
+    and one copy of the global neurons for each descent.
     """
-    problem = build_problem(neurons, precisions, prior_mean, prior_precision)
-    columns = float(len(problem.columns.order))
-    counted = columns if dimension is None else _number(dimension, "dimension", 0.0)
-    costs = _costs(penalties, divergence_named(divergence), counted)
-    prior = popularity_named(compat, len(problem.models), _number(mass, "mass", 1 / LARGEST))
+    inputs = make_input(neurons, precisions, prior_mean, prior_precision)
+    if dimension is None:
+        dimension = len(inputs.columns.order)
+    spread = _number(dimension, "dimension", 0.0)
+    costs = _costs(penalties, divergence_named(divergence), spread)
+    prior = popularity_named(compat, len(inputs.models), _number(mass, "mass", 1 / LARGEST))
     passes = _whole(sweeps, "sweeps", at_least=0)
-    limit = _max_width(max_width, problem)
+    limit = _max_width(max_width, inputs)
     rng = np.random.default_rng(_whole(seed, "seed", at_least=0))
-    return Descent(problem, costs, prior, limit).run(passes, rng)
+    return CoordinateDescent(inputs, costs, prior, limit).run(passes, rng)
 
 
 def _costs(penalties: Sequence[float], divergence: Divergence, dimension: float) -> list[CostModel]:
-    array = isinstance(penalties, np.ndarray) and penalties.ndim == 1
-    if not array and (isinstance(penalties, str) or not isinstance(penalties, Sequence)):
+    is_array = isinstance(penalties, np.ndarray) and penalties.ndim == 1
+    if not is_array and (isinstance(penalties, str) or not isinstance(penalties, Sequence)):
         raise InputError(f"penalties: found {penalties!r}, expected a list of numbers")
     if len(penalties) == 0:
         raise InputError("penalties: found none, expected at least one number")
@@ -152,12 +153,12 @@ def _whole(value: int, name: str, at_least: int) -> int:
     return int(value)
 
 
-def _max_width(value: int | None, problem: Problem) -> int:
+def _max_width(value: int | None, inputs: MatchingInput) -> int:
     if value is None:
-        return sum(model.width for model in problem.models)
+        return sum(model.width for model in inputs.models)
     width = _whole(value, "max_width", at_least=1)
-    if width < problem.widest:
-        widest = max(problem.models, key=lambda model: model.width)
+    if width < inputs.widest:
+        widest = max(inputs.models, key=lambda model: model.width)
         raise InputError(
             f"max_width: found {width}, expected at least {widest.width}, the neurons of model "
             f"{widest.index}: no two neurons of one model may share a global neuron"

@@ -1,7 +1,7 @@
-"""The linear sum assignment of one model's neurons, to global neurons or to new ones.
+"""The linear sum assignment of one model's neurons to global neurons, or to new ones.
 
-Hides: the solver, and that most pairs of neurons need not be shown to it.
-Promises: the cheapest assignment of every neuron to a place of its own.
+Hides: the solver, and that it never sees most pairs of neurons.
+Promises: the cheapest one-to-one assignment of neurons to places.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def assign(joining: Array, opening: Array, prices: Array) -> Index:
     existing, neurons = joining.shape
     if existing + len(prices) < neurons:
         raise ValueError(f"{neurons} neurons cannot have {existing + len(prices)} places")
-    gain = joining - opening  # a constant per neuron does not change what is best
+    gain = joining - opening  # a constant per neuron does not change the optimum
     if not np.isfinite(gain).all():
         raise InputError(
             "the matching costs overflow: neurons, precisions or the penalty are too large for "
@@ -31,8 +31,8 @@ def assign(joining: Array, opening: Array, prices: Array) -> Index:
         )
     rows, columns = np.arange(neurons), np.arange(existing)
     if len(prices) == neurons:
-        # A new place is always left, for the last price at most: whatever costs that much is
-        # never needed, and a neuron with nothing cheaper opens a new one in any case.
+        # Each neuron can have a new place, for the last price at most: a pair that costs more is
+        # never part of an optimum, and a neuron with only such pairs opens a new place.
         useful = gain < prices[-1]
         rows, columns = np.flatnonzero(useful.any(axis=0)), np.flatnonzero(useful.any(axis=1))
     result = np.arange(existing, existing + neurons)

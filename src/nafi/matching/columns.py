@@ -1,8 +1,8 @@
 """Columns of neuron vectors, sorted into blocks of equal precision.
 
-Hides: which columns share their precision in every model and in the prior, and where they went.
-Promises: whatever depends on precisions only is computed once per block instead of once per
-column, and a block wide enough for it gets a matrix product of its own.
+Hides: which columns have the same precision in every model and in the prior, and their new order.
+Promises: what depends only on precisions is computed once per block instead of once per column, and
+each block that is wide enough has its own matrix product.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.intp]
 
-# Below this many columns a product of its own costs more than scaling the columns one by one.
+# For fewer columns, a separate matrix product takes longer than scaling each column.
 WIDE = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class ColumnBlocks:
     """A partition of D columns into B blocks, the widest block first.
 
     order: (D,) the original column at each sorted position
@@ -32,7 +32,7 @@ class Columns:
     sizes: Index
 
     @classmethod
-    def of_equal(cls, precisions: Array) -> Columns:
+    def of_equal(cls, precisions: Array) -> ColumnBlocks:
         """Group the columns of a (models and prior) x D table that are equal in every row."""
         width = precisions.shape[1]
         if np.all(precisions == precisions[:, :1]):
@@ -51,7 +51,7 @@ class Columns:
 
     @cached_property
     def wide(self) -> tuple[slice, ...]:
-        """The sorted positions of each block that has its own matrix product."""
+        """The sorted positions of each block with its own matrix product."""
         return tuple(
             slice(int(start), int(start + size))
             for start, size in zip(self.starts, self.sizes, strict=True)
@@ -60,12 +60,12 @@ class Columns:
 
     @cached_property
     def narrow(self) -> slice:
-        """The sorted positions of all other columns; they share one product."""
+        """The sorted positions of all other columns, which share one product."""
         return slice(self.wide[-1].stop if self.wide else 0, len(self.order))
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the caller's order is sorted already, so that nothing need be copied."""
+        """Whether the caller's order is already sorted, so that nothing needs to be copied."""
         return bool((self.order == np.arange(len(self.order))).all())
 
     def sort(self, values: Array) -> Array:
@@ -81,7 +81,7 @@ class Columns:
         return restored
 
     def sum_of_squares(self, values: Array) -> Array:
-        """(I, D) -> (I, B), squares added up within each block."""
+        """(I, D) -> (I, B), the sum of squares within each block."""
         sums = np.empty((len(values), len(self.sizes)))
         for number, block in enumerate(self.wide):
             sums[:, number] = np.einsum("id,id->i", values[:, block], values[:, block])
@@ -92,12 +92,12 @@ class Columns:
         return sums
 
     def spread(self, values: Array) -> Array:
-        """(..., B) -> something that broadcasts against (..., D)."""
+        """(..., B) -> one value per column, or (..., 1) if there is one block."""
         if len(self.sizes) == 1:
             return values
         return np.repeat(values, self.sizes, axis=-1)
 
     def spread_narrow(self, values: Array) -> Array:
-        """(..., B) -> one value per narrow column, the wide blocks left out."""
+        """(..., B) -> one value per narrow column, without the wide blocks."""
         skip = len(self.wide)
         return np.repeat(values[..., skip:], self.sizes[skip:], axis=-1)

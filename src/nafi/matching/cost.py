@@ -1,7 +1,7 @@
-"""The cost of giving a local neuron to a global one.
+"""The cost of assigning a local neuron to a global one.
 
-Hides: which terms a method adds up. Promises: a `CostModel` states the costs of all pairs as
-quadratics, so that a matrix costs one product of the neurons however many terms it has.
+Hides: the terms of each method. Promises: a `CostModel` writes the costs of all pairs as quadratic
+functions, so that a cost matrix takes one product of the neurons for any number of terms.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 from nafi.matching.columns import Array
 from nafi.matching.divergence import Divergence
 from nafi.matching.gaussian import Gaussian
+from nafi.matching.inputs import LocalModel, MatchingInput
 from nafi.matching.prior import BetaBernoulli
-from nafi.matching.problem import LocalModel, Problem
 from nafi.matching.quadratic import Quadratic
 
 
 class CostModel(Protocol):
-    """What `descent` needs to know about a method: one matrix of costs per pair of Gaussians."""
+    """What the coordinate descent needs of a method: the costs of all pairs of neurons."""
 
     def __call__(self, posterior: Gaussian, model: LocalModel, products: Sequence[Array]) -> Array:
-        """(I, J) cost of giving neuron j of `model` to the global neuron i, popularity aside.
+        """(I, J) cost of assigning neuron j of `model` to global neuron i, without popularity.
 
-        A new neuron is a global neuron whose posterior is still the prior.
+        A new neuron is a global neuron whose posterior is the prior.
         """
 
 
@@ -50,7 +50,7 @@ class EvidenceCost:
 class PenalisedCost:
     """NAFI: `EvidenceCost` plus a penalty on how far the match moves the global neuron.
 
-    dimension: how many columns the divergence's spread is counted for
+    dimension: the number of columns in the divergence's spread
     """
 
     def __init__(self, penalty: float, divergence: Divergence, dimension: float) -> None:
@@ -70,13 +70,13 @@ class PenalisedCost:
 
 
 def joint_objective(
-    problem: Problem, posterior: Gaussian, counts: Array, prior: BetaBernoulli
+    inputs: MatchingInput, posterior: Gaussian, counts: Array, prior: BetaBernoulli
 ) -> float:
     """Twice the negative log posterior (`neg_log_pos`) of all assignments, up to a constant.
 
-    `-sum_i sum_d (eta_i^2/P_i - t0 m0^2)` plus the popularity term; no penalty, which belongs to
-    a step and not to a state. A Gaussian that is still the prior adds nothing.
+    `-sum_i sum_d (eta_i^2/P_i - t0 m0^2)` plus the popularity term. The penalty is not part of it:
+    it depends on the step, not on the state. A Gaussian equal to the prior adds nothing.
     """
-    start = (problem.prior.energy / problem.prior.precision).sum()
+    start = (inputs.prior.energy / inputs.prior.precision).sum()
     evidence_of_all = (posterior.energy / posterior.precision).sum() - len(posterior.eta) * start
     return prior.negative_log_probability(counts) - float(evidence_of_all)

@@ -1,7 +1,7 @@
 """How far an observation moves a Gaussian: the penalties that NAFI can add to a match.
 
 Hides: the closed forms. Promises: each divergence between N(m, 1/P) before and N(m', 1/P') after
-observing w with precision t, for diagonal Gaussians, in terms that need no loop over neurons.
+observing w with precision t, for diagonal Gaussians, without a loop over neurons.
 
 All of them have the form `link( sum_d [ spread(P, P') + weight(P, P') (m' - m)^2 ] )`, and
 `m' - m = t (w - m) / P'`: the argument of the link is quadratic in w, see `moved`.
@@ -43,8 +43,8 @@ class Divergence(ABC):
     def moved(self, posterior: Gaussian, precision: Array, dimension: float) -> Quadratic:
         """The sum over columns as a function of the observation w.
 
-        posterior: I Gaussians; precision: (B,) of the observation; dimension: how many columns the
-        spread is counted for, D for the sum as it is.
+        posterior: I Gaussians; precision: (B,) of the observation; dimension: the number of columns
+        in the spread, D for the plain sum.
         With `k = weight t^2 / P'^2`: `k (w - eta/P)^2 = k w^2 - 2 k/P eta w + k/P^2 eta^2`.
         """
         before = posterior.precision
@@ -59,7 +59,7 @@ class KullbackLeibler(Divergence):
     """KL(before || after), the paper's penalty (`eq:kl_cost`).
 
     `1/2 sum_d [ P'/P - 1 - ln(P'/P) + P' (m'-m)^2 ]`. The first part is large for new neurons
-    (P = t0) and small for shared ones, which is what makes the penalty a dial of the width.
+    (P = t0) and small for shared ones: this is why the penalty controls the width.
     """
 
     def spread(self, before: Array, after: Array) -> Array:
@@ -94,7 +94,7 @@ class Hellinger(Divergence):
     """Squared Hellinger distance, `1 - exp(-Bhattacharyya)`, between 0 and 1.
 
     `Bhattacharyya = sum_d [ 1/4 P P'/(P+P') (m'-m)^2 + 1/2 ln((P+P') / (2 sqrt(P P'))) ]`.
-    It saturates at 1 in high dimension, where it hardly tells one match from another.
+    It saturates at 1 in high dimension, where it hardly distinguishes one match from another.
     """
 
     def spread(self, before: Array, after: Array) -> Array:
@@ -110,8 +110,8 @@ class Hellinger(Divergence):
 class Wasserstein2(Divergence):
     """Squared 2-Wasserstein distance, `sum_d [ (m'-m)^2 + (P^-1/2 - P'^-1/2)^2 ]`.
 
-    The only one with a unit (that of a squared weight): its penalty does not carry over
-    to weights of another scale.
+    The only one with a unit (that of a squared weight): its penalty depends on the scale of the
+    weights.
     """
 
     def spread(self, before: Array, after: Array) -> Array:

@@ -1,8 +1,8 @@
 """Diagonal Gaussians in natural parameters.
 
 Hides: that precisions are stored once per block of columns.
-Promises: nothing is ever divided by an observation's precision, which may be 0; there is no
-field for a variance, so that the two cannot be mixed up.
+Promises: nothing is ever divided by the precision of an observation, which may be 0; there is no
+field for a variance, so that variances and precisions cannot be confused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from nafi.matching.columns import Array, Columns
+from nafi.matching.columns import Array, ColumnBlocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Gaussian:
 
     eta: Array
     precision: Array
-    columns: Columns
+    columns: ColumnBlocks
 
     @property
     def mean(self) -> Array:

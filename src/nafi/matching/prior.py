@@ -1,6 +1,6 @@
-"""The Beta-Bernoulli process: what it costs to share a global neuron or to open a new one.
+"""The Beta-Bernoulli process: the cost of sharing a global neuron or opening a new one.
 
-Hides: the popularity terms and how many new neurons a model may open.
+Hides: the popularity terms and the number of new neurons that a model may open.
 Promises: costs on the scale of twice a negative log probability, as in `pfnm_cost`.
 """
 
@@ -18,7 +18,7 @@ from nafi.matching.columns import Array
 
 @dataclass(frozen=True)
 class BetaBernoulli:
-    """The popularity terms of the paper (`pfnm_cost`), for S models and the given mass."""
+    """The popularity terms of the paper (`pfnm_cost`), for S models and mass gamma."""
 
     models: int
     mass: float
@@ -34,7 +34,7 @@ class BetaBernoulli:
         return cost
 
     def room(self, width: int, local: int) -> int:
-        """How many new neurons a model of `local` neurons may open beside `width` existing."""
+        """How many new neurons a model of `local` neurons may open next to `width` existing."""
         return local
 
     def negative_log_probability(self, counts: Array) -> float:
@@ -52,8 +52,8 @@ class BetaBernoulli:
 class PublicCodeBetaBernoulli(BetaBernoulli):
     """What the public PFNM code computes instead of `pfnm_cost`.
 
-    It forgets the factor 2 for shared neurons, counts at most 10 owners, and opens new neurons
-    only up to a width of 700 (beyond it one at a time, or as many as the model cannot do without).
+    It omits the factor 2 for shared neurons, counts at most 10 owners, and opens new neurons only
+    up to a width of 700 (beyond it one at a time, or as many as the model needs).
     """
 
     largest_count = 10

@@ -1,7 +1,7 @@
-"""Inner products of global and local neurons, the bulk of all the work in a matching.
+"""Inner products of global and local neurons, most of the work of a matching.
 
-Hides: whether they are multiplied out or added up from products known already.
-Promises: the same numbers either way, up to rounding.
+Hides: whether they are computed directly or summed from known products.
+Promises: the same numbers in both cases, up to rounding.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from scipy.sparse import csc_array
 
 from nafi.matching.columns import Array
 from nafi.matching.gaussian import Gaussian
+from nafi.matching.inputs import LocalModel, MatchingInput
 from nafi.matching.posterior import Posterior
-from nafi.matching.problem import LocalModel, Problem
 
 
 def direct_products(gaussian: Gaussian, model: LocalModel) -> list[Array]:
@@ -24,35 +24,35 @@ def direct_products(gaussian: Gaussian, model: LocalModel) -> list[Array]:
 
 
 class GramProducts:
-    """The same, added up from the products of all N local neurons with each other.
+    """The same, summed from the pairwise products of all N local neurons.
 
-    `eta_i . w_j = t0 m0 . w_j + sum over members n of i of t_n w_n . w_j`: O(N J) a step once the
-    N x N matrix is there, which pays when several descents share it.
+    `eta_i . w_j = t0 m0 . w_j + sum over members n of i of t_n w_n . w_j`: O(N J) per step once the
+    N x N matrix is computed, which is faster if several descents share it.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        widths = [model.width for model in problem.models]
+    def __init__(self, inputs: MatchingInput) -> None:
+        widths = [model.width for model in inputs.models]
         owner = np.repeat(np.arange(len(widths)), widths)
-        everything = np.concatenate([model.neurons for model in problem.models])
+        neurons = np.concatenate([model.neurons for model in inputs.models])
         self._offsets = np.concatenate([[0], np.cumsum(widths)])
         self._gram: list[list[Array]] = []  # per model and wide block (N, J): t_n w_n . w_j
         self._prior: list[list[Array]] = []  # per model and wide block (J,): t0 m0 . w_j
-        for model in problem.models:
+        for model in inputs.models:
             self._gram.append([])
             self._prior.append([])
-            for number, block in enumerate(problem.columns.wide):
-                gram = everything[:, block] @ model.neurons[:, block].T
-                gram *= problem.precisions[owner, number, None]
+            for number, block in enumerate(inputs.columns.wide):
+                gram = neurons[:, block] @ model.neurons[:, block].T
+                gram *= inputs.precisions[owner, number, None]
                 self._gram[-1].append(gram)
-                self._prior[-1].append(model.neurons[:, block] @ problem.prior.eta[0, block])
+                self._prior[-1].append(model.neurons[:, block] @ inputs.prior.eta[0, block])
 
     @staticmethod
-    def bytes_needed(problem: Problem) -> int:
-        """What the matrices take."""
-        return 8 * sum(m.width for m in problem.models) ** 2 * len(problem.columns.wide)
+    def bytes_needed(inputs: MatchingInput) -> int:
+        """The memory of the matrices."""
+        return 8 * sum(m.width for m in inputs.models) ** 2 * len(inputs.columns.wide)
 
     def __call__(self, posterior: Posterior, slots: int, model: LocalModel) -> list[Array]:
-        """As `direct_products` for the global neurons in the first so many slots."""
+        """As `direct_products`, for the global neurons in the first `slots` slots."""
         members = self._members(posterior, slots)
         return [
             members @ gram + prior
@@ -65,8 +65,8 @@ class GramProducts:
         present = np.zeros(self._offsets[-1])
         for s, assigned in enumerate(posterior.assignments):
             if assigned is not None:
-                own = slice(self._offsets[s], self._offsets[s + 1])
-                row[own] = assigned
-                present[own] = 1.0
+                local = slice(self._offsets[s], self._offsets[s + 1])
+                row[local] = assigned
+                present[local] = 1.0
         starts = np.arange(self._offsets[-1] + 1)
         return csc_array((present, row, starts), shape=(slots, self._offsets[-1]))

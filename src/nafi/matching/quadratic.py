@@ -1,8 +1,8 @@
 """Functions of (global neuron i, local neuron j) that are quadratic in the local neuron.
 
-Hides: how such a function becomes matrix products. Promises: whoever can write a cost or a
-divergence as three coefficients per block of columns gets the whole (I, J) matrix without a loop
-over neurons, and sums of such functions cost one evaluation.
+Hides: how such a function becomes matrix products. Promises: a cost or a divergence with three
+coefficients per block of columns gives the whole (I, J) matrix without a loop over neurons, and a
+sum of such functions takes one evaluation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nafi.matching.columns import Array
 from nafi.matching.gaussian import Gaussian
-from nafi.matching.problem import LocalModel
+from nafi.matching.inputs import LocalModel
 
 
 @dataclass(frozen=True, eq=False)

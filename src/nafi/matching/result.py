@@ -1,7 +1,7 @@
-"""What a matching found.
+"""The result of a matching.
 
-Hides: that means are computed when they are asked for. Promises: everything in the caller's column
-order, enough to rebuild the rest, and a summary worth printing.
+Hides: that means are computed on first use. Promises: everything in the caller's column order, and
+a summary to print.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from functools import cached_property
 
 import numpy as np
 
-from nafi.matching.columns import Array, Columns, Index
+from nafi.matching.columns import Array, ColumnBlocks, Index
 from nafi.matching.gaussian import Gaussian
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The state after one pass over the models; the first is that of placing them.
+    """The state after one pass over the models; the first pass assigns them.
 
     objective: twice the negative log posterior (`neg_log_pos`), up to a constant
     width: global neurons
-    changed: local neurons that went to another global neuron in this pass
+    changed: local neurons whose global neuron changed in this pass
     """
 
     objective: float
@@ -36,7 +36,7 @@ class Matching:
     assignments: per model s a (J_s,) array, the global neuron of each local one
     posterior: of each global neuron (`Gauss_conj`), in sorted columns; see `means`, `precisions`
     counts: (J,) how many models own each global neuron
-    history: one `Sweep` for placing the models and one for each pass after it
+    history: one `Sweep` for the first assignment and one for each pass after it
     converged: whether no model would change its assignment given all others
     """
 
@@ -59,10 +59,10 @@ class Matching:
         return columns.unsort(spread)
 
     def without_neurons(self) -> Matching:
-        """The same with no columns, for whoever keeps many matchings and needs no means."""
-        whole = self.posterior
-        none = Columns(np.arange(0), np.array([], dtype=np.intp))
-        empty = Gaussian(whole.eta[:, :0].copy(), whole.precision[:, :0].copy(), none)
+        """The same without columns, to save memory where no means are needed."""
+        posterior = self.posterior
+        none = ColumnBlocks(np.arange(0), np.array([], dtype=np.intp))
+        empty = Gaussian(posterior.eta[:, :0].copy(), posterior.precision[:, :0].copy(), none)
         return replace(self, posterior=empty)
 
     @property
@@ -82,7 +82,7 @@ class Matching:
         alone = int(np.count_nonzero(self.counts == 1))
         everywhere = int(np.count_nonzero(self.counts == len(locals_)))
         passes = len(self.history) - 1
-        state = "settled" if self.converged else "not settled"
+        state = "converged" if self.converged else "not converged"
         return (
             f"{sum(locals_)} neurons of {len(locals_)} models -> {self.width} global neurons "
             f"({self.width / max(locals_):.2f}x the widest model)\n"

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.table import Table
 
 from nafi.files import atomic_path
@@ -32,6 +31,8 @@ def fusion_table(rows: Rows, title: str) -> Table:
 
 def write_fusion_page(path: Path, rows: Rows, title: str, facts: Mapping[str, Any]) -> None:
     """One self-contained page: the table and, for each group, a bar of who shares its neurons."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # of nafi[lab]; tables need none
+
     environment = Environment(
         loader=PackageLoader("nafi.reports"), autoescape=True, undefined=StrictUndefined
     )

@@ -1,8 +1,8 @@
 """The input of a matching: S models' neurons and the prior, checked once.
 
-Hides: every way in which a caller may write precisions and priors, and all that can be wrong
-with them. Promises: float64 arrays of agreeing shapes, finite, with sorted columns; what does
-not fit raises `InputError` that names the model, what was found and what was expected.
+Hides: every way in which a caller may write precisions and priors, and every mistake in them.
+Promises: finite float64 arrays of matching shapes, with sorted columns; anything else raises an
+`InputError` with the model, what was found and what was expected.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from nafi.errors import InputError
-from nafi.matching.columns import Array, Columns
+from nafi.matching.columns import Array, ColumnBlocks
 from nafi.matching.gaussian import Gaussian
 
-# Costs multiply four such numbers; beyond these bounds they would leave the range of float64.
+# Costs multiply four such numbers; outside these bounds they would overflow float64.
 LARGEST = 1e50
 _SMALLEST_PRIOR = 1e-50
 
 
 @dataclass(frozen=True, eq=False)
 class LocalModel:
-    """The neurons that one model brings.
+    """The neurons of one model.
 
     neurons: (J_s, D) in sorted column order
     precision: (B,) the model's t_s, one per block of columns
@@ -44,12 +44,12 @@ class LocalModel:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class MatchingInput:
     """S models and the prior N(m0, 1/t0) of a global neuron, all in sorted column order."""
 
     models: tuple[LocalModel, ...]
     prior: Gaussian
-    columns: Columns
+    columns: ColumnBlocks
 
     @cached_property
     def precisions(self) -> Array:
@@ -62,18 +62,18 @@ class Problem:
 
     @cached_property
     def scratch(self) -> tuple[Array, Array]:
-        """Two buffers the size of the widest model's neurons, for whoever needs them briefly."""
+        """Two buffers of the size of the widest model's neurons, for short use."""
         shape = (self.widest, len(self.columns.order))
         return np.empty(shape), np.empty(shape)
 
 
-def build_problem(
+def make_input(
     neurons: Sequence[npt.ArrayLike],
     precisions: float | Sequence[npt.ArrayLike],
     prior_mean: npt.ArrayLike,
     prior_precision: npt.ArrayLike,
-) -> Problem:
-    """Check everything and sort the columns; the only way to make a `Problem`."""
+) -> MatchingInput:
+    """Check everything and sort the columns; the only way to make a `MatchingInput`."""
     matrices = _neuron_matrices(neurons)
     dimension = matrices[0].shape[1]
     mean = _per_column(prior_mean, dimension, "prior_mean")
@@ -85,7 +85,7 @@ def build_problem(
             f"least {_SMALLEST_PRIOR:g} (without a prior new neurons are undefined)"
         )
     table = np.stack([prior, *_model_precisions(precisions, len(matrices), dimension)])
-    columns = Columns.of_equal(table)
+    columns = ColumnBlocks.of_equal(table)
     per_block = columns.sort(table)[:, columns.starts]
     models = []
     for index, matrix in enumerate(matrices):
@@ -93,7 +93,7 @@ def build_problem(
         squares = columns.sum_of_squares(ordered)
         models.append(LocalModel(index, ordered, per_block[index + 1], squares))
     natural = (columns.sort(prior) * columns.sort(mean))[None]
-    return Problem(tuple(models), Gaussian(natural, per_block[:1], columns), columns)
+    return MatchingInput(tuple(models), Gaussian(natural, per_block[:1], columns), columns)
 
 
 def _neuron_matrices(neurons: Sequence[npt.ArrayLike]) -> list[Array]:
@@ -130,9 +130,9 @@ def _neuron_matrices(neurons: Sequence[npt.ArrayLike]) -> list[Array]:
 def _model_precisions(
     precisions: float | Sequence[npt.ArrayLike], count: int, dimension: int
 ) -> list[Array]:
-    given: list[npt.ArrayLike]
+    entries: list[npt.ArrayLike]
     if isinstance(precisions, Real) or getattr(precisions, "ndim", None) == 0:
-        given = [_per_column(precisions, dimension, "precisions")] * count  # type: ignore[arg-type]
+        entries = [_per_column(precisions, dimension, "precisions")] * count  # type: ignore[arg-type]
     else:
         if isinstance(precisions, str | bytes | np.ma.MaskedArray) or not (
             isinstance(precisions, Sequence) or hasattr(precisions, "__array__")
@@ -141,21 +141,21 @@ def _model_precisions(
                 f"precisions: found {type(precisions).__name__}, "
                 "expected a number or a list with one entry per model"
             )
-        given = list(precisions)  # type: ignore[arg-type]
-        if len(given) != count:
+        entries = list(precisions)  # type: ignore[arg-type]
+        if len(entries) != count:
             raise InputError(
-                f"precisions: found {len(given)} entries, expected a number or one entry for each "
-                f"of the {count} models (a scalar or a ({dimension},) array each)"
+                f"precisions: found {len(entries)} entries, expected a number or one entry for "
+                f"each of the {count} models (a scalar or a ({dimension},) array each)"
             )
     rows = [
-        _per_column(entry, dimension, f"precisions of model {s}") for s, entry in enumerate(given)
+        _per_column(entry, dimension, f"precisions of model {s}") for s, entry in enumerate(entries)
     ]
     for s, row in enumerate(rows):
         if np.any(row < 0):
             at = int(np.argmax(row < 0))
             raise InputError(
                 f"precisions of model {s}: found {row[at]:g} at column {at}, expected values of at "
-                "least 0 (a precision is 1/variance; 0 means the model knows nothing there)"
+                "least 0 (a precision is 1/variance; 0 means no information)"
             )
     return rows
 
@@ -181,12 +181,12 @@ def _real_array(values: npt.ArrayLike, where: str) -> Array:
         raise InputError(
             f"{where}: found {type(values).__name__} of dtype {array.dtype}, expected real numbers"
         )
-    with np.errstate(over="ignore"):  # too large a number becomes infinite, and is refused
+    with np.errstate(over="ignore"):  # a number that is too large becomes infinite: refused later
         return array.astype(np.float64, copy=False)
 
 
 def _require_finite(array: Array, where: str) -> None:
-    """Also refuses numbers whose products with each other would leave the range of float64."""
+    """Refuse numbers that are not finite, or so large that their products would overflow."""
     usable = np.abs(array) <= LARGEST
     if not usable.all():
         at = tuple(int(i) for i in np.argwhere(~usable)[0])

@@ -1,6 +1,6 @@
 """A network's neuron groups as tables for people and as data for machines.
 
-Hides: rich. Promises: every group with its width, block and places, and every pinned axis with
+Hides: rich. Promises: every group with its width, block and axes, and every pinned axis with
 its reason.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from nafi.graph.spec import ModelSpec
+from nafi.graph import ModelSpec
 
 # Axes that are inputs, outputs or positions are no news; they are summed up in one line.
 _SHOWN_PINS = 40
