@@ -25,7 +25,7 @@ from nafi.errors import CheckpointError, InputError, SpecError, few, unlike
 from nafi.factories import called, load_factory, resolve_inputs
 from nafi.files import atomic_path
 from nafi.fusion import FusionResult, FusionWarning
-from nafi.graph.batchnorm import fold_batchnorm
+from nafi.graph import fold_batchnorm
 from nafi.graph.groups import groups
 from nafi.graph.rebuild import rebuild
 from nafi.graph.spec import ModelSpec

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from nafi.graph.spec import Axis, Factor, Segment
+from nafi.graph.tensors import Axis, Factor, Segment
 
 
 @dataclass(frozen=True)
