@@ -111,6 +111,7 @@ class _Walk:
             if name not in traced.aliases:
                 axes = [fresh(n) for n in tensor.shape]
                 self.tensors[name] = Value(axes, source=name, parameters=frozenset([name]))
+        self.trained = {n for n, t in self.stored.items() if isinstance(t, nn.Parameter)}
         for node, name in traced.tensors.items():
             self.values[node] = self.tensors[name]
         for node in traced.inputs:
@@ -124,7 +125,7 @@ class _Walk:
 
     def _apply(self, op: Op) -> None:
         arguments = {name: self._lift(value) for name, value in op.arguments.items()}
-        call = Call(op, arguments, self.findings, self.stored)
+        call = Call(op, arguments, self.findings, self.tensors, self.trained)
         if op.name not in KEEPS_STACKS:
             for value in call.values():
                 if value.stack is not None:

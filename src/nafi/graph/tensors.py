@@ -62,9 +62,10 @@ class Kind(StrEnum):
 class Layer:
     """The operation that multiplies its inputs with a weight, and how it walks over them.
 
-    op: as ATen calls it: linear, matmul, addmm, conv2d, conv_transpose2d...
+    op: "linear" for all products of inputs and a matrix, else as ATen calls it: conv2d...
     stride, padding, output_padding, dilation: a number for each dimension of space; padding may
         also be "same" or "valid"
+    transposed: inputs lie along axis 0 of the weight and outputs along axis 1, not the other way
     """
 
     op: str

@@ -7,12 +7,10 @@ names of the operation's schema, and says what it knows in a handful of verbs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
-
-from torch import Tensor, nn
 
 from nafi.graph.atoms import Axis, Pin, fixed, fresh, pin_axis, product, size_of, unify
 from nafi.graph.tensors import Kind, Layer
@@ -162,13 +160,15 @@ class Call:
         op: Op,
         arguments: dict[str, Any],
         findings: Findings,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Value],
+        trained: Collection[str],
     ) -> None:
-        """tensors: all parameters and buffers of the network, by name"""
+        """tensors: all parameters and buffers of the network; trained: the parameters"""
         self.op = op
         self.arguments = arguments
         self.findings = findings
         self.tensors = tensors
+        self.trained = trained
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -217,12 +217,16 @@ class Call:
     def is_whole(self, value: Value) -> bool:
         """Whether a value has as many numbers as the parameter that it is computed from."""
         name = value.parameter
-        return name is not None and prod(value.shape) == self.tensors[name].numel()
+        return name is not None and prod(value.shape) == prod(self.tensors[name].shape)
+
+    def axis_of(self, value: Value, axis: Axis) -> int | None:
+        """Which axis of a parameter an axis of a view of it is, if it is one as it stands."""
+        axes = self.tensors[value.parameter].axes if value.parameter is not None else []
+        return next((index for index, own in enumerate(axes) if own is axis), None)
 
     def is_statistic(self, value: Value) -> bool:
         """Whether a value is computed from a buffer, which is not trained, number by number."""
-        trained = isinstance(self.tensors.get(value.parameter or ""), nn.Parameter)
-        return self.is_whole(value) and not trained
+        return self.is_whole(value) and value.parameter not in self.trained
 
     def layer(self, weight: Value, bias: Value | None = None, layer: Layer | None = None) -> None:
         """Inputs are multiplied with a weight, and a bias is added.
@@ -233,7 +237,9 @@ class Call:
         if weight.parameter is not None:
             layers = self.findings.layers.setdefault(weight.parameter, set())
             layers.add(layer if self.is_whole(weight) else None)
-            self.bias(bias, (weight.parameter,))
+            # A piece of a bias belongs to a piece of a weight.
+            fits = bias is not None and self.is_whole(weight) == self.is_whole(bias)
+            self.bias(bias, (weight.parameter,) if fits else ())
 
     def gain(self, gain: Value | None, bias: Value | None = None) -> None:
         """Each neuron is multiplied with a number of its own, and a bias is added."""

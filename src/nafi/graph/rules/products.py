@@ -28,26 +28,34 @@ def contract(
                 call.same(labelled[label], axis)
             if label not in out:
                 call.consume(value, axis)
-    result = Value([labelled[label] for label in out])
+    fed = any(value.fed for value, _ in operands)
+    result = Value([labelled[label] for label in out], fed=fed)
     weights = [(value, labels) for value, labels in operands if value.parameter is not None]
-    if len(weights) == 1 and any(value.fed for value, _ in operands):
+    if len(weights) == 1 and fed:
         weight, labels = weights[0]
-        call.layer(weight, layer=_layer_of(call, weight, operands))
+        _state_layer(call, weight, labels, out, last=weight is operands[-1][0])
         made = frozenset(d - len(out) for d, label in enumerate(out) if label in labels)
         result.product = Product((str(weight.parameter),), made & result.wide_dims)
     return result
 
 
-def _layer_of(
-    call: Call, weight: Value, operands: Sequence[tuple[Value, Sequence[Any]]]
-) -> Layer | None:
-    """The layer, where it is inputs times a matrix; which axis reads them, the tensor says."""
-    plain = call.op.name in _PLAIN and len(weight.axes) == 2 and weight is operands[-1][0]
-    return Layer(call.op.name) if plain else None
+def _state_layer(
+    call: Call, weight: Value, labels: Sequence[Any], out: Sequence[Any], last: bool
+) -> None:
+    """Inputs are multiplied with a weight, which is a layer's if it is a matrix on the right."""
+    read = [axis for axis, label in zip(weight.axes, labels, strict=True) if label not in out]
+    plain = call.op.name in _PLAIN and last and len(read) == 1
+    call.layer(weight, layer=_linear_layer(call, weight, read[0]) if plain else None)
 
 
 # Products of inputs, on the left, and a matrix.
 _PLAIN = ("linear", "matmul", "mm", "addmm")
+
+
+def _linear_layer(call: Call, weight: Value, read: Axis) -> Layer | None:
+    """The layer of a matrix that reads its inputs along an axis, if it is one of the parameter."""
+    axis = call.axis_of(weight, read) if len(weight.axes) == 2 else None
+    return None if axis is None else Layer("linear", transposed=axis == 0)
 
 
 @rule("linear")
@@ -55,7 +63,8 @@ def linear(call: Call) -> Value:
     x: Value = call["input"]
     batch = list(range(len(x.axes) - 1))
     result = contract(call, [(x, [*batch, "in"]), (call["weight"], ["out", "in"])], [*batch, "out"])
-    call.layer(call["weight"], call["bias"], Layer("linear"))
+    weight: Value = call["weight"]
+    call.layer(weight, call["bias"], _linear_layer(call, weight, weight.axes[1]))
     return _with_bias(call, result)
 
 
