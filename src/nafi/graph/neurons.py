@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from nafi.graph.blocks import Block, blocks
+from nafi.graph.blocks import Block
 from nafi.graph.spec import ModelSpec, holds_numbers
 from nafi.graph.tensors import Factor
 
@@ -94,7 +94,7 @@ def stretches(spec: ModelSpec, group: str, tensors: Collection[str]) -> list[Str
         Stretch(name, role, block, rows)
         for name in spec.tensors_of(group)
         if name in tensors
-        for block in blocks(spec.axes[name], spec.widths)
+        for block in spec.blocks[name]
         for role, rows in _occurrences(spec, name, block, group)
     ]
     order = list(Role)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nafi.errors import SpecError
+from nafi.graph.blocks import Block, blocks
 from nafi.graph.tensors import (
     UNIT,
     Axis,
@@ -129,6 +130,11 @@ class ModelSpec:
             if group.parent is not None:
                 found.setdefault(group.parent, []).append(name)
         return found
+
+    @cached_property
+    def blocks(self) -> Mapping[str, tuple[Block, ...]]:
+        """Tensor -> its blocks, in the order of its memory."""
+        return {name: tuple(blocks(t.axes, self.widths)) for name, t in self.tensors.items()}
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
