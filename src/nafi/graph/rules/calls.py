@@ -234,12 +234,12 @@ class Call:
         layer: how a refit of the weight would take the inputs apart, where that is known
         """
         self.kind(weight, Kind.WEIGHT)
-        if weight.parameter is not None:
-            layers = self.findings.layers.setdefault(weight.parameter, set())
-            layers.add(layer if self.is_whole(weight) else None)
-            # A piece of a bias belongs to a piece of a weight.
-            fits = bias is not None and self.is_whole(weight) == self.is_whole(bias)
-            self.bias(bias, (weight.parameter,) if fits else ())
+        name, whole = weight.parameter, self.is_whole(weight)
+        if name is not None:
+            self.findings.layers.setdefault(name, set()).add(layer if whole else None)
+        # A piece of a bias belongs to a piece of a weight.
+        fits = bias is not None and self.is_whole(bias) == whole
+        self.bias(bias, (name,) if name is not None and fits else ())
 
     def gain(self, gain: Value | None, bias: Value | None = None) -> None:
         """Each neuron is multiplied with a number of its own, and a bias is added."""
