@@ -365,9 +365,6 @@ def test_folding_and_putting_back_states_the_same_tensors(name: str) -> None:
 
 def test_normalisation_has_three_ways() -> None:
     assert [way.value for way in Normalisation] == ["attach", "fold", "average"]
-    assert Normalisation.checked("fold") is Normalisation.FOLD
-    with pytest.raises(ValueError, match="found 'average', expected one of attach, fold"):
-        Normalisation.checked("average", ("attach", "fold"))
     model, _, spec = analysed("vgg")
     for way in Normalisation:
         folded, folded_spec = way.for_matching(model, spec)

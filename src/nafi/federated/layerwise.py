@@ -144,9 +144,7 @@ class Layerwise(Strategy):
         settled = {**frozen, **merged}
         _, spec = self.architecture.network(state.form)
         pairs = [
-            (layer, norm)
-            for layer, norm in spec.batchnorms
-            if _is_settled(f"{layer}.weight", spec, matched)
+            pair for pair, weight in spec.foldable.items() if _is_settled(weight, spec, matched)
         ]
         members = {
             name: replace(

@@ -19,9 +19,9 @@ from nafi.errors import InputError
 from nafi.fusion.clients import Clients
 from nafi.fusion.merge import fused_network
 from nafi.fusion.networks import Networks, prepare
-from nafi.graph import Normalisation
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
+from nafi.graph import Normalisation
 from nafi.graph.lift import Placement, Positions, Shares
 from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import Inputs

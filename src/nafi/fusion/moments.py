@@ -65,17 +65,17 @@ def input_moments(
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """Weight -> the layer that multiplies its inputs with it, for plain weights of its own."""
-    names = named_tensors(model)
-    aliases = shared_names(model)
-    found = {}
-    for path, layer in model.named_modules():
-        name = f"{path}.weight".removeprefix(".")
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    shared = {name for pair in shared_names(model).items() for name in pair}
+    layers: dict[str, nn.Module] = {}
+    for layer in model.modules():
         plain = isinstance(layer, nn.Linear) or (
             isinstance(layer, _CONVOLUTIONS) and layer.groups == 1
         )
-        if plain and name in names and name not in {*aliases, *aliases.values()}:
-            found[name] = layer
-    return found
+        name = names.get(id(layer.weight)) if plain else None
+        if name is not None and name not in shared:
+            layers[name] = layer
+    return layers
 
 
 def check_moments(networks: Networks) -> dict[str, list[Array]]:

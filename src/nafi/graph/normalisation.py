@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nafi.errors import InputError, SpecError
+from nafi.errors import SpecError
 from nafi.graph.spec import ModelSpec
 from nafi.graph.tensors import Kind, TensorSpec
 from nafi.graph.trace import evaluating, named_tensors, run_batches, shared_names
@@ -55,14 +55,6 @@ class Normalisation(StrEnum):
     ATTACH = "attach"
     FOLD = "fold"
     AVERAGE = "average"
-
-    @classmethod
-    def checked(cls, value: str, allowed: Collection[str] = ()) -> Normalisation:
-        """The way of this name; refuses all others, and those that are not allowed here."""
-        known = [way.value for way in cls if not allowed or way in allowed]
-        if value not in known:
-            raise InputError(f"batchnorm: found {value!r}, expected one of {', '.join(known)}")
-        return cls(value)
 
     def for_matching(self, model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, ModelSpec]:
         """The network to match neurons by, and its spec: folded, whatever becomes of it."""

@@ -182,6 +182,11 @@ class ModelSpec:
         """The tensors that are the bias of another one's rows."""
         return frozenset(bias for bias in map(self.bias_of, self.tensors) if bias is not None)
 
+    @property
+    def foldable(self) -> dict[tuple[str, str], str]:
+        """For each pair of `batchnorms`, the weight of the layer that it would be folded into."""
+        return {(layer, norm): f"{layer}.weight" for layer, norm in self.batchnorms}
+
     def shape(self, tensor: str, widths: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """The shape of a tensor at the given widths, or at those of the spec."""
         if not widths:
