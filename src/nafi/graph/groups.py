@@ -130,11 +130,12 @@ class _Walk:
             for value in call.values():
                 if value.stack is not None:
                     value.stack.join()
-        results = apply(call)
+        results, read = apply(call), call.values()
         for value, tensor in zip(results, op.tensors, strict=True):
             value.boolean = tensor.dtype == torch.bool
-            value.fed = any(read.fed for read in call.values())
-            value.parameters = frozenset(p for read in call.values() for p in read.parameters)
+            if all(value is not other for other in read):  # one that is passed on is known already
+                value.fed = any(other.fed for other in read)
+                value.parameters = frozenset(p for other in read for p in other.parameters)
         for node in op.writes:
             self._written(node, call)
         many = isinstance(op.node.meta.get("val"), list | tuple)

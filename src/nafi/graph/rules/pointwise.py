@@ -37,13 +37,14 @@ def add(call: Call) -> Value:
 def add_bias(call: Call, value: object, bias: object) -> None:
     """State that one of two tensors is the bias of the other, if it is."""
     if isinstance(value, Value) and isinstance(bias, Value) and value.fed:
-        product = value.product
-        fits = product is not None and bias.wide_dims == product.dims
-        call.bias(bias, product.weights if product is not None and fits else ())
+        made = value.product
+        fits = made is not None and bias.wide_dims == made.dims
+        call.bias(bias, made.weights if made is not None and fits else ())
 
 
 @rule("sub")
 def subtract(call: Call) -> Value:
+    """A statistic that is subtracted from what depends on the inputs is a mean."""
     one, two = call.get("self"), call.get("other")
     if isinstance(one, Value) and one.fed and isinstance(two, Value):
         call.kind(two, Kind.MEAN if call.is_statistic(two) else Kind.BIAS)
