@@ -242,8 +242,7 @@ def test_a_screened_average_stays_within_what_honest_clients_sent(seed: int, har
     generator = torch.Generator().manual_seed(seed)
     honest = [torch.randn(5, 6, generator=generator) for _ in range(6)]
     sent = updates([*honest, torch.full((5, 6), harm)], [10] * 6 + [2**40])
-    weights = {"0.weight": spec.axes["0.weight"]}
-    small = type(spec)(spec.groups, weights, consumed=spec.consumed)
+    small = replace(spec, tensors={"0.weight": spec.tensors["0.weight"]})
     found = screened_average(Screen(clip=2.0, trim=0.2), sent, small, {}, False)["0.weight"]
     stacked = torch.stack(honest)
     assert bool((found >= stacked.min(dim=0).values - 1e-5).all())
@@ -252,7 +251,7 @@ def test_a_screened_average_stays_within_what_honest_clients_sent(seed: int, har
 
 def test_without_harm_a_screened_average_is_close_to_the_average() -> None:
     spec = groups(network(0), INPUTS)
-    small = type(spec)(spec.groups, {"0.weight": spec.axes["0.weight"]}, consumed=spec.consumed)
+    small = replace(spec, tensors={"0.weight": spec.tensors["0.weight"]})
     sent = updates([torch.full((5, 6), float(value)) for value in (1, 2, 3)], [10, 20, 10])
     plain = average(sent, small, {}, False)["0.weight"]
     held = screened_average(Screen(clip=5.0), sent, small, {}, False)["0.weight"]

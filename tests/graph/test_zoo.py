@@ -121,17 +121,17 @@ def together(spec: ModelSpec, model: nn.Module, group: str) -> list[str]:
     """Groups that the architecture forces to have one width: layers of one recurrent module, and
     query, key and value of one projection."""
     recurrent = {n for n, m in model.named_modules() if isinstance(m, nn.RNNBase)}
-    owners = {tensor.rpartition(".")[0] for tensor in spec.tensors(group)} & recurrent
+    owners = {tensor.rpartition(".")[0] for tensor in spec.tensors_of(group)} & recurrent
     width, parent = spec.groups[group].width, spec.groups[group].parent
     return [
         name
         for name, other in spec.groups.items()
         if name == group
         or (
-            owners & {t.rpartition(".")[0] for t in spec.tensors(name)}
+            owners & {t.rpartition(".")[0] for t in spec.tensors_of(name)}
             and other.width == width
-            and any("weight_hh" in t for t in spec.tensors(name))
-            and any("weight_hh" in t for t in spec.tensors(group))
+            and any("weight_hh" in t for t in spec.tensors_of(name))
+            and any("weight_hh" in t for t in spec.tensors_of(group))
         )
         or (parent is not None and other.parent == parent and other.width == width)
     ]

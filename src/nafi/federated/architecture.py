@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError, few
 from nafi.federated.randomness import seeded
-from nafi.graph.batchnorm import fold_batchnorm
+from nafi.graph import fold_batchnorm
 from nafi.graph.groups import groups
 from nafi.graph.rebuild import rebuild
 from nafi.graph.spec import ModelSpec

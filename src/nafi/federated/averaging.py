@@ -20,7 +20,7 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Form
 from nafi.federated.strategy import State, Strategy, Task, Update, class_table, tensors_of
 from nafi.fusion import FedAvg, Method, Nafi, fuse
-from nafi.fusion.merge import check_class_axis, class_axis
+from nafi.fusion.clients import check_class_axis
 from nafi.fusion.screen import Screen, real
 from nafi.fusion.widths import check_max_width
 from nafi.graph.spec import ModelSpec, holds_numbers, widened
@@ -201,7 +201,7 @@ def _weight(update: Update, name: str, spec: ModelSpec, class_shares: bool) -> T
         return torch.tensor(float(update.samples), dtype=torch.float64)
     if counts is None:
         raise InputError(f"class_shares: client {update.client} sent no class counts")
-    axis = class_axis(name, spec, len(counts))
+    axis = spec.tensors[name].class_axis(len(counts))
     if axis is None:
         return torch.tensor(1.0, dtype=torch.float64)
     form = [1] * len(spec.axes[name])

@@ -22,8 +22,8 @@ from nafi.fusion.descent import Descent, in_place, next_group
 from nafi.fusion.merge import merge
 from nafi.fusion.networks import Networks
 from nafi.fusion.widths import check_max_width
-from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
-from nafi.graph.lift import Positions, bias_of, lift, lifted_rows, row_axes
+from nafi.graph import Normalisation, attach_batchnorm, fold_batchnorm
+from nafi.graph.lift import Positions, lift, lifted_rows
 from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import named_tensors
 from nafi.options import SWITCH, one_of
@@ -96,7 +96,7 @@ class Layerwise(Strategy):
         descent = self._descent(state, networks)
         descent.run("bottom-up", lambda step, done, total: None)
         tensors = self._merged(networks, descent.placements, self.method.restore_norm)
-        folded = replace(networks, batchnorm="fold")
+        folded = replace(networks, batchnorm=Normalisation.FOLD)
         model, spec, _ = folded.build(tensors, descent.widths)
         return self._with_batchnorm(model, spec, {})
 
@@ -144,9 +144,7 @@ class Layerwise(Strategy):
         settled = {**frozen, **merged}
         _, spec = self.architecture.network(state.form)
         pairs = [
-            (layer, norm)
-            for layer, norm in spec.batchnorms
-            if _is_settled(f"{layer}.weight", spec, matched)
+            pair for pair, weight in spec.foldable.items() if _is_settled(weight, spec, matched)
         ]
         members = {
             name: replace(
@@ -212,10 +210,9 @@ def _is_settled(name: str, spec: ModelSpec, matched: Sequence[str]) -> bool:
 
     A bias is settled with its weights.
     """
-    held = {g for axis in spec.axes[name] for segment in axis for g in segment.groups}
-    if not row_axes(name, spec) or not held <= set(matched):
+    if not spec.tensors[name].rows or not spec.tensors[name].groups <= set(matched):
         return False
-    weights = [other for other in spec.axes if other != name and bias_of(other, spec) == name]
+    weights = [other for other in spec.tensors if spec.bias_of(other) == name]
     return all(_is_settled(other, spec, matched) for other in weights)
 
 
@@ -233,8 +230,8 @@ def _followed(
     for name, tensor in named_tensors(model).items():
         if name in spec.axes and name not in settled:
             lifted = lift(tensor.detach(), name, spec, placements)
-            if name.endswith("running_var"):
+            if spec.tensors[name].neutral:
                 owned = lifted_rows(name, spec, placements) > 0
-                lifted = torch.where(owned, lifted, torch.ones_like(lifted))
+                lifted = torch.where(owned, lifted, spec.tensors[name].neutral)
             found[name] = lifted
     return found

@@ -3,7 +3,6 @@
 from nafi.fusion.api import Validate, fuse
 from nafi.fusion.averaging import FedAvg
 from nafi.fusion.bayesian import Bayesian, Nafi, Pfnm
-from nafi.fusion.calibration import calibrate
 from nafi.fusion.ensemble import Ensemble
 from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
@@ -12,6 +11,7 @@ from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import FusionResult
 from nafi.fusion.transport import Transport, align_to_one
+from nafi.graph import calibrate
 
 __all__ = [
     "METHODS",

@@ -16,7 +16,6 @@ import numpy as np
 from nafi.fusion.clients import Clients
 from nafi.fusion.descent import Descent, MatchingOptions
 from nafi.fusion.features import Moments
-from nafi.fusion.merge import check_classes
 from nafi.fusion.method import AligningMethod, Alignment, Progress
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, check_clip
@@ -68,7 +67,7 @@ class Bayesian(MatchingOptions, AligningMethod):
 
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
         networks = super().prepare(clients, example_inputs, spec)
-        check_classes(networks.clients, networks.spec)
+        networks.clients.check_classes(networks.spec)
         check_moments(networks)
         return networks.screened(self.screen)
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, unlike
-from nafi.graph.spec import holds_numbers
-from nafi.graph.trace import named_tensors
+from nafi.graph import ModelSpec, TensorSpec, holds_numbers, named_tensors
 
 Array = npt.NDArray[np.float64]
 
@@ -57,6 +56,30 @@ class Clients:
         shares = self.class_counts / np.where(totals > 0, totals, 1)
         # Nobody knows anything of a class without samples: all are equally right.
         return np.where(totals > 0, shares * len(self), 1.0)
+
+    def weights_of(self, tensor: TensorSpec) -> Array:
+        """(S, ...) the weight of each client's tensor, along the classes if it ends in them."""
+        shares = self.class_weights
+        axis = None if shares is None else tensor.class_axis(shares.shape[1])
+        form = [len(self)] + [1] * len(tensor.axes)
+        if shares is None or axis is None:
+            return self.model_weights.reshape(form)
+        form[axis + 1] = shares.shape[1]
+        return shares.reshape(form)
+
+    def check_classes(self, spec: ModelSpec) -> None:
+        """Refuse class counts that no layer of the network ends in."""
+        if self.class_counts is not None:
+            check_class_axis(self.class_counts.shape[1], spec)
+
+
+def check_class_axis(classes: int, spec: ModelSpec) -> None:
+    """Refuse a number of classes that no layer of the network has."""
+    if all(tensor.class_axis(classes) is None for tensor in spec.tensors.values()):
+        raise InputError(
+            f"class_counts: found {classes} classes, but no layer of the network has as many "
+            "outputs; give a column for every output, in their order"
+        )
 
 
 def check_clients(

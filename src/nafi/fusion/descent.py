@@ -128,7 +128,7 @@ class Descent:
     def step(self, group: str) -> None:
         """Match one group, and those within it."""
         spec = self.networks.spec
-        inside = [name for name, other in spec.groups.items() if other.parent == group]
+        inside = spec.children(group)
         if spec.groups[group].parent is not None:
             self._match_within(group)
         else:

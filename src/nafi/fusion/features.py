@@ -15,11 +15,17 @@ import torch
 from torch import Tensor
 
 from nafi.fusion.clients import Array
-from nafi.fusion.merge import weights_of
 from nafi.fusion.networks import Networks
-from nafi.graph.lift import Placements, bias_of, consumed_axes, lift_block
-from nafi.graph.neurons import Role, Stretch, rows_first, stretches
-from nafi.graph.spec import ModelSpec, holds_numbers
+from nafi.graph import (
+    ModelSpec,
+    Placements,
+    Role,
+    Stretch,
+    holds_numbers,
+    lift_block,
+    rows_first,
+    stretches,
+)
 
 # Inputs that are always zero say nothing of a column, but no column is left without any weight.
 LEAST_MOMENT = 1e-3
@@ -49,7 +55,7 @@ def usable(stretch: Stretch, matched: Collection[str]) -> bool:
 def known_share(networks: Networks, group: str, matched: Collection[str]) -> float:
     """The share of a group's own columns, incoming and bias, that can be compared."""
     spec = networks.spec
-    inside = {name for name, other in spec.groups.items() if other.parent == group}
+    inside = spec.children(group)
     known = total = 0
     for stretch in _stretches(networks, spec, group):
         if stretch.role is not Role.OUTGOING:
@@ -148,7 +154,7 @@ def _in_parents(
 def _stretches(networks: Networks, spec: ModelSpec, group: str) -> list[Stretch]:
     """What clients have learnt of a group; buffers only where there is nothing else."""
     state = networks.states[0]
-    numbers = [name for name in spec.axes if holds_numbers(state[name])]
+    numbers = [name for name in spec.tensors if holds_numbers(state[name])]
     learnt = stretches(spec, group, [name for name in numbers if name in networks.learnt])
     return learnt or stretches(spec, group, numbers)
 
@@ -157,8 +163,8 @@ def _lifted(networks: Networks, s: int, stretch: Stretch, placements: Placements
     """A client's block with its columns, not its rows, where they go."""
     spec = networks.specs[s]
     unfolded = stretch.block.unfold(networks.states[s][stretch.tensor], spec.widths)
-    consumed = consumed_axes(stretch.tensor, spec)
-    return lift_block(unfolded, stretch.block, spec, placements, consumed, fixed=stretch.rows)
+    reads = spec.tensors[stretch.tensor].reads
+    return lift_block(unfolded, stretch.block, spec, placements, reads, fixed=stretch.rows)
 
 
 def real_rows(matrix: Tensor) -> Array:
@@ -178,7 +184,7 @@ def _column_weights(
 ) -> Array:
     """(D,) what the columns of a stretch weigh in one client: class shares, or input moments."""
     spec, name = networks.specs[s], stretch.tensor
-    weights = torch.from_numpy(weights_of(networks.clients, name, spec)[s])
+    weights = torch.from_numpy(networks.clients.weights_of(spec.tensors[name])[s])
     if weights.numel() == 1 and name not in moments:
         return np.full(columns, float(weights))
     if name in moments:
@@ -196,16 +202,14 @@ def _column_weights(
 def _along_inputs(moments: Array, name: str, spec: ModelSpec) -> Tensor:
     """Mean squares of a layer's inputs, floored, along the axis that reads them."""
     floored = np.maximum(moments, LEAST_MOMENT * moments.mean())
-    form = [1] * len(spec.axes[name])
+    form = [1] * len(spec.tensors[name].axes)
     form[INPUT_AXIS] = len(floored)
     return torch.from_numpy(floored).reshape(form)
 
 
 def _is_gain(stretch: Stretch, spec: ModelSpec) -> bool:
     """Whether a column is a number of the neuron by itself and not the bias of its weights."""
-    if stretch.role is not Role.BIAS:
-        return False
-    return all(bias_of(name, spec) != stretch.tensor for name in spec.axes)
+    return stretch.role is Role.BIAS and stretch.tensor not in spec.biases
 
 
 def _balance(squares: list[Array], weights: list[Array]) -> None:

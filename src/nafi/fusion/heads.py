@@ -14,8 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from nafi.fusion.clients import Array
 from nafi.fusion.features import Moments, Table, summary, table
 from nafi.fusion.networks import Networks
-from nafi.graph.lift import Placements
-from nafi.graph.neurons import Role
+from nafi.graph import Placements, Role
 from nafi.matching.columns import Index
 
 
@@ -30,7 +29,7 @@ def comparable(
 
     Columns in a common order, also of the groups within; else outgoing ones; else sums.
     """
-    inside = [name for name, other in networks.spec.groups.items() if other.parent == group]
+    inside = networks.spec.children(group)
     own = table(networks, group, placements, moments, roles)
     found = [table(networks, name, placements, moments, roles) for name in inside]
     within = [given for given in found if given is not None]

@@ -13,12 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from nafi.errors import InputError
-from nafi.fusion.clients import Array, Clients
 from nafi.fusion.networks import Networks
 from nafi.fusion.screen import Screen, real
-from nafi.graph.lift import Placements, bias_of, columns_of, lift, lifted_rows, row_axes
-from nafi.graph.spec import ModelSpec, Place, holds_numbers, widened
+from nafi.graph import ModelSpec, Placements, holds_numbers, lift, lifted_rows, widened
 
 
 def merge(
@@ -41,22 +38,22 @@ def merge(
     screen that trims as many as there are clients.
     """
     spec, clients = networks.spec, networks.clients
-    check_classes(clients, spec)
+    clients.check_classes(spec)
     merged: dict[str, Tensor] = {}
     shrunk: dict[str, Tensor] = {}
-    for name in spec.axes if names is None else names:
+    for name in spec.tensors if names is None else names:
         dtype = networks.states[0][name].dtype
         if not holds_numbers(networks.states[0][name]):
             merged[name] = _first_owner(networks, placements, name)
             continue
         sums = _Trimmed(screen) if screen is not None and screen.trim else _Sums()
-        for s, weight in enumerate(weights_of(clients, name, spec)):
+        for s, weight in enumerate(clients.weights_of(spec.tensors[name])):
             sums.add(networks, placements[s], name, s, torch.as_tensor(weight))
-        mean = sums.mean(neutral=1.0 if name.endswith("running_var") else 0.0)
+        mean = sums.mean(spec.tensors[name].neutral)
         if restore_norm and sums.rest:
             factor = sums.shrinkage(mean)
             mean /= factor
-            bias = bias_of(name, spec)
+            bias = spec.bias_of(name)
             shrunk |= {bias: factor} if bias is not None else {}
         merged[name] = mean.to(dtype)
     for bias, factor in shrunk.items():
@@ -76,7 +73,7 @@ def fused_network(
     screen: Screen | None = None,
 ) -> tuple[nn.Module, ModelSpec, ModelSpec]:
     """The network of what `merge` gives; see `Networks.build`."""
-    averaged = networks.unfolded() if networks.batchnorm == "average" else networks
+    averaged = networks.unfolded() if networks.batchnorm.merges_unfolded else networks
     state = merge(averaged, placements, restore_norm=restore_norm, screen=screen)
     return averaged.build(state, widths)
 
@@ -88,14 +85,14 @@ class _Sums:
     values: Tensor | None = None
     owners: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     norms: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    rest: list[int] = field(default_factory=list)
+    rest: tuple[int, ...] = ()
 
     def add(
         self, networks: Networks, placements: Placements, name: str, index: int, weight: Tensor
     ) -> None:
         spec, tensor = networks.specs[index], networks.states[index][name]
         lifted = lift(widened(tensor), name, spec, placements)
-        rest = columns_of(name, spec)
+        rest = spec.tensors[name].columns
         if rest:
             self.norms = self.norms + weight * _norm(lifted, rest)
         lifted *= weight
@@ -125,7 +122,7 @@ class _Trimmed:
     present: list[Tensor] = field(default_factory=list)
     owners: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
-    rest: list[int] = field(default_factory=list)
+    rest: tuple[int, ...] = ()
 
     def add(
         self, networks: Networks, placements: Placements, name: str, index: int, weight: Tensor
@@ -136,7 +133,7 @@ class _Trimmed:
         self.present.append(lift(whole, name, spec, placements) > 0)
         self.owners.append(lifted_rows(name, spec, placements) > 0)
         self.weights.append(weight)
-        self.rest = columns_of(name, spec)
+        self.rest = spec.tensors[name].columns
 
     def mean(self, neutral: float) -> Tensor:
         """An input that an owner does not have is still a zero, but is no vote about the others.
@@ -160,8 +157,8 @@ class _Trimmed:
         return torch.where((members > 0) & (found > 0), found / members, 1.0)
 
 
-def _norm(tensor: Tensor, axes: list[int]) -> Tensor:
-    return tensor.abs().square().sum(dim=axes, keepdim=True).sqrt()
+def _norm(tensor: Tensor, axes: Sequence[int]) -> Tensor:
+    return tensor.abs().square().sum(dim=tuple(axes), keepdim=True).sqrt()
 
 
 def _first_owner(networks: Networks, placements: Sequence[Placements], name: str) -> Tensor:
@@ -174,41 +171,3 @@ def _first_owner(networks: Networks, placements: Sequence[Placements], name: str
         found = lifted if found is None else torch.where(owned, lifted, found)
     assert found is not None
     return found
-
-
-def class_axis(name: str, spec: ModelSpec, classes: int) -> int | None:
-    """The axis of a tensor that is the classes, for the layer that a network ends in."""
-    if row_axes(name, spec):
-        return None
-    for index, axis in enumerate(spec.axes[name]):
-        fixed = not any(segment.groups for segment in axis)
-        size = sum(segment.size({}) for segment in axis) if fixed else 0
-        if fixed and size == classes and Place(name, index) not in spec.consumed:
-            return index
-    return None
-
-
-def check_classes(clients: Clients, spec: ModelSpec) -> None:
-    """Refuse class counts that no layer of the network ends in."""
-    if clients.class_counts is not None:
-        check_class_axis(clients.class_counts.shape[1], spec)
-
-
-def check_class_axis(classes: int, spec: ModelSpec) -> None:
-    """Refuse a number of classes that no layer of the network has."""
-    if not any(class_axis(name, spec, classes) is not None for name in spec.axes):
-        raise InputError(
-            f"class_counts: found {classes} classes, but no layer of the network has as many "
-            "outputs; give a column for every output, in their order"
-        )
-
-
-def weights_of(clients: Clients, name: str, spec: ModelSpec) -> Array:
-    """(S, ...) the weight of each client's tensor, broadcast along the classes if it has them."""
-    shares = clients.class_weights
-    axis = None if shares is None else class_axis(name, spec, shares.shape[1])
-    form = [len(clients)] + [1] * len(spec.axes[name])
-    if shares is None or axis is None:
-        return clients.model_weights.reshape(form)
-    form[axis + 1] = shares.shape[1]
-    return shares.reshape(form)

@@ -18,9 +18,10 @@ import numpy as np
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
 from nafi.fusion.merge import fused_network
-from nafi.fusion.networks import BATCHNORM, Networks, prepare
+from nafi.fusion.networks import Networks, prepare
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
+from nafi.graph import Normalisation
 from nafi.graph.lift import Placement, Positions, Shares
 from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import Inputs
@@ -110,7 +111,7 @@ class AligningMethod(Method):
     restore_norm: give merged neurons the mean norm of their members, since averaging shrinks them
     """
 
-    batchnorm: str = option(one_of(BATCHNORM), "attach")
+    batchnorm: str = option(one_of([way.value for way in Normalisation]), "attach")
     restore_norm: bool = option(SWITCH, True)
 
     @property

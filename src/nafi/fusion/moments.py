@@ -16,7 +16,7 @@ from nafi.errors import InputError
 from nafi.fusion.clients import Array
 from nafi.fusion.features import INPUT_AXIS
 from nafi.fusion.networks import Networks
-from nafi.graph.trace import evaluating, first_line, named_tensors, shared_names
+from nafi.graph import evaluating, named_tensors, run_batches, shared_names
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -63,36 +63,19 @@ def input_moments(
     return {name: (total / counts[name]).numpy() for name, total in sums.items()}
 
 
-def run_batches(model: nn.Module, batches: Iterable[Any], caller: str) -> None:
-    """Run a network on batches of inputs, for what can be seen on the way."""
-    count = 0
-    try:
-        for batch in batches:
-            # A loader gives inputs with their labels.
-            model(batch[0] if isinstance(batch, list | tuple) else batch)
-            count += 1
-    except (RuntimeError, TypeError, IndexError, ValueError) as error:
-        raise InputError(
-            f"{caller}: the network does not run on a batch: {first_line(error)}; expected "
-            "batches of inputs, or tuples that begin with them"
-        ) from None
-    if not count:
-        raise InputError(f"{caller}: no batch was given")
-
-
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """Weight -> the layer that multiplies its inputs with it, for plain weights of its own."""
-    names = named_tensors(model)
-    aliases = shared_names(model)
-    found = {}
-    for path, layer in model.named_modules():
-        name = f"{path}.weight".removeprefix(".")
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    shared = {name for pair in shared_names(model).items() for name in pair}
+    layers: dict[str, nn.Module] = {}
+    for layer in model.modules():
         plain = isinstance(layer, nn.Linear) or (
             isinstance(layer, _CONVOLUTIONS) and layer.groups == 1
         )
-        if plain and name in names and name not in {*aliases, *aliases.values()}:
-            found[name] = layer
-    return found
+        name = names.get(id(layer.weight)) if plain else None
+        if name is not None and name not in shared:
+            layers[name] = layer
+    return layers
 
 
 def check_moments(networks: Networks) -> dict[str, list[Array]]:
@@ -112,7 +95,7 @@ def check_moments(networks: Networks) -> dict[str, list[Array]]:
             raise InputError(f"input_moments of {label}: found other tensors than in the first")
         for name, values in moments.items():
             spec = networks.specs[s]
-            if len(spec.axes.get(name, ())) <= INPUT_AXIS:
+            if name not in spec.tensors or len(spec.tensors[name].axes) <= INPUT_AXIS:
                 raise InputError(
                     f"input_moments of {label}: {name} is no weight of a linear or convolutional "
                     "layer; nafi.input_moments says which have moments"

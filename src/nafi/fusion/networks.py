@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from nafi.errors import InputError, SpecError
 from nafi.fusion.clients import Clients
 from nafi.fusion.screen import Screen
-from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
-from nafi.graph.groups import groups
-from nafi.graph.rebuild import rebuild
-from nafi.graph.spec import ModelSpec, holds_numbers
-from nafi.graph.trace import Inputs, named_tensors
-
-BATCHNORM = ("attach", "fold", "average")
+from nafi.graph import (
+    Inputs,
+    ModelSpec,
+    Normalisation,
+    groups,
+    holds_numbers,
+    named_tensors,
+    rebuild,
+)
 
 
 class FusionWarning(UserWarning):
@@ -38,8 +40,7 @@ class Networks:
     original: the first client's network; template: the same with its normalisation folded
     architecture: the spec of the original, normalisation included
     specs, states: of each client, folded; they differ in widths only
-    batchnorm: "attach" to put normalisation back into the result, "fold" to leave it folded,
-        "average" to average the networks with their normalisation, see `unfolded`
+    batchnorm: what becomes of normalisation; "average" averages networks as `unfolded` gives them
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
     """
 
@@ -49,7 +50,7 @@ class Networks:
     architecture: ModelSpec
     specs: tuple[ModelSpec, ...]
     states: tuple[Mapping[str, Tensor], ...]
-    batchnorm: str
+    batchnorm: Normalisation
     learnt: frozenset[str]
 
     @property
@@ -147,8 +148,7 @@ class Networks:
             for name, tensor in named_tensors(model).items():
                 tensor.copy_(state[self.spec.aliases.get(name, name)])
         spec = self.spec.resized(widths)
-        if self.batchnorm == "attach" and spec.folded:
-            model, spec = attach_batchnorm(model, spec, like=self.original)
+        model, spec = self.batchnorm.put_back(model, spec, like=self.original)
         return model.eval(), spec, self.architecture.resized(widths)
 
 
@@ -160,7 +160,11 @@ def prepare(
     known = groups(first, example_inputs) if spec is None else spec
     if known.example_inputs is None:
         known = replace(known, example_inputs=tuple(example_inputs))
-    folded = [_folded(model, known, clients, s) for s, model in enumerate(clients.models)]
+    way = Normalisation(batchnorm)
+    folded = [
+        way.for_matching(model, _fitted(model, known, clients, s))
+        for s, model in enumerate(clients.models)
+    ]
     return Networks(
         clients,
         first,
@@ -168,7 +172,7 @@ def prepare(
         known,
         tuple(fitted for _, fitted in folded),
         tuple(_state(model) for model, _ in folded),
-        batchnorm,
+        way,
         frozenset(name for name, _ in folded[0][0].named_parameters(remove_duplicate=False)),
     )
 
@@ -185,13 +189,10 @@ def check_clip(screen: Screen, batchnorm: str) -> None:
         )
 
 
-def _folded(
-    model: nn.Module, spec: ModelSpec, clients: Clients, index: int
-) -> tuple[nn.Module, ModelSpec]:
+def _fitted(model: nn.Module, spec: ModelSpec, clients: Clients, index: int) -> ModelSpec:
     try:
-        fitted = spec.fitted(named_tensors(model))
+        return spec.fitted(named_tensors(model))
     except SpecError as error:
         raise SpecError(
             f"{clients.names[index]} is of another architecture than {clients.names[0]}: {error}"
         ) from None
-    return fold_batchnorm(model, fitted) if spec.batchnorms else (model, fitted)

@@ -155,7 +155,7 @@ def _best_orders(spec: ModelSpec, group: str, mine: State, others: State) -> Ord
 
     None if the products of what is compared would not grow.
     """
-    inside = [name for name, other in spec.groups.items() if other.parent == group]
+    inside = spec.children(group)
     if inside:
         return _best_heads(spec, group, inside, mine, others)
     found = _rows(spec, group, mine)
@@ -194,7 +194,7 @@ def _best_heads(
 def _rows(spec: ModelSpec, group: str, state: State) -> Array:
     """(parent's width or 1, J, D) a group's neurons, without columns that move with them."""
     neurons = gather(state, spec, group)
-    moving = {group, *(name for name, other in spec.groups.items() if other.parent == group)}
+    moving = {group, *spec.children(group)}
     fixed = [c.where for c in neurons.columns if not moving & set(c.factors)]
     parts = [neurons.matrix[:, where] for where in fixed] or [neurons.matrix[:, :0]]
     matrix = real_rows(torch.cat(parts, dim=1))

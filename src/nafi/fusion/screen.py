@@ -16,8 +16,7 @@ from torch import Tensor
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Array
-from nafi.graph.lift import bias_of, columns_of
-from nafi.graph.spec import ModelSpec, holds_numbers
+from nafi.graph import ModelSpec, holds_numbers
 
 State = Mapping[str, Tensor]
 
@@ -58,15 +57,15 @@ class Screen:
         if self.clip is None:
             return tuple(states)
         spec = specs[0]
-        names = [name for name in spec.axes if name in states[0]]
-        with_weights = {bias_of(name, spec) for name in names if columns_of(name, spec)}
+        names = [name for name in spec.tensors if name in states[0]]
+        with_weights = {spec.bias_of(name) for name in names if spec.tensors[name].columns}
         found = [dict(state) for state in states]
         for name in names:
             if name in with_weights or not holds_numbers(states[0][name]):
                 continue
-            columns = columns_of(name, spec)
+            columns = spec.tensors[name].columns
             parts = [name]
-            bias = bias_of(name, spec) if columns else None
+            bias = spec.bias_of(name) if columns else None
             parts += [bias] if bias in names else []
             lengths = [_lengths([state[part] for part in parts], columns) for state in states]
             limit = self._limit(lengths)
@@ -128,12 +127,12 @@ def real(tensor: Tensor, name: str) -> Tensor:
     return tensor.double()
 
 
-def _lengths(parts: Sequence[Tensor], columns: list[int]) -> Tensor:
+def _lengths(parts: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
     """Of each neuron, with its bias if that is the second part; else of a mean number."""
     squares = parts[0].abs().double().square()
     if not columns:
         return squares.mean().sqrt()
-    total = squares.sum(dim=columns, keepdim=True)
+    total = squares.sum(dim=tuple(columns), keepdim=True)
     for bias in parts[1:]:
         total = total + bias.abs().double().square().reshape(total.shape)
     return total.sqrt()

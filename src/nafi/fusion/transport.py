@@ -74,7 +74,7 @@ def align_to_one(
     while len(placements[0]) < total:
         group = next_group(networks, "bottom-up", list(placements[0]))
         progress(group, len(placements[0]), total)
-        inside = [n for n, other in networks.spec.groups.items() if other.parent == group]
+        inside = networks.spec.children(group)
         for name in [group, *inside]:
             found = _transported(networks, placements, name, reference, metric, solver)
             for own, place in zip(placements, found, strict=True):

@@ -1,31 +1,70 @@
 """Which axes of a network's tensors carry the same neurons; knows nothing of Bayes."""
 
-from nafi.graph.batchnorm import attach_batchnorm, fold_batchnorm
 from nafi.graph.check import check_spec
 from nafi.graph.groups import SpecWarning, groups
-from nafi.graph.neurons import Neurons, Role, gather, scatter
-from nafi.graph.permute import permute
+from nafi.graph.lift import Placement, Placements, Positions, Shares, lift, lift_block, lifted_rows
+from nafi.graph.neurons import Neurons, Role, Stretch, gather, rows_first, scatter, stretches
+from nafi.graph.normalisation import Normalisation, attach_batchnorm, calibrate, fold_batchnorm
+from nafi.graph.permute import permute, permute_state, random_permutations
 from nafi.graph.rebuild import rebuild
-from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Segment
-from nafi.graph.trace import Inputs, named_tensors, shared_names
+from nafi.graph.rules import Call, Value, rule
+from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
+from nafi.graph.tensors import Axis, Kind, Layer, Segment, TensorSpec
+from nafi.graph.trace import (
+    Inputs,
+    check_inputs,
+    evaluating,
+    first_line,
+    named_tensors,
+    run_batches,
+    shared_names,
+)
 
 __all__ = [
+    "Axis",
+    "Call",
     "Inputs",
+    "Kind",
+    "Layer",
     "ModelSpec",
     "NeuronGroup",
     "Neurons",
+    "Normalisation",
     "Pinned",
+    "Place",
+    "Placement",
+    "Placements",
+    "Positions",
     "Role",
     "Segment",
+    "Shares",
     "SpecWarning",
+    "Stretch",
+    "TensorSpec",
+    "Value",
     "attach_batchnorm",
+    "calibrate",
+    "check_inputs",
     "check_spec",
+    "evaluating",
+    "first_line",
     "fold_batchnorm",
     "gather",
     "groups",
+    "holds_numbers",
+    "lift",
+    "lift_block",
+    "lifted_rows",
     "named_tensors",
     "permute",
+    "permute_state",
+    "random_permutations",
     "rebuild",
+    "rows_first",
+    "rule",
+    "run_batches",
     "scatter",
     "shared_names",
+    "stretches",
+    "widened",
 ]

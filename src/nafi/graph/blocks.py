@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from nafi.graph.spec import Axis, Factor, Segment
+from nafi.graph.tensors import Axis, Factor, Segment
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Block:
     where: tuple[slice, ...]
     segments: tuple[Segment, ...]
 
-    @property
+    @cached_property
     def factors(self) -> tuple[Factor, ...]:
         """The unfolded dimensions, axis by axis."""
         return tuple(factor for segment in self.segments for factor in segment.factors)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """The axis of the tensor that each unfolded dimension belongs to."""
         return tuple(axis for axis, segment in enumerate(self.segments) for _ in segment.factors)

@@ -63,7 +63,7 @@ def _blame(
         if gap > tolerance:
             raise SpecError(
                 f"permuting group {name} changes the output by {gap:.2g} of its size; it holds "
-                f"{', '.join(spec.tensors(name))}. Pin it with spec.pin({name!r})"
+                f"{', '.join(spec.tensors_of(name))}. Pin it with spec.pin({name!r})"
             )
     raise SpecError(f"permuting all groups together changes the output by {worst:.2g} of its size")
 

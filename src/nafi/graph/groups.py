@@ -22,16 +22,8 @@ from nafi.graph import atoms
 from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, pin_axis, resolve
 from nafi.graph.check import check_spec
 from nafi.graph.rules import KEEPS_STACKS, Call, Findings, Value, apply
-from nafi.graph.spec import (
-    Axis,
-    Factor,
-    ModelSpec,
-    NeuronGroup,
-    Pinned,
-    Place,
-    Segment,
-    merge_fixed,
-)
+from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, holds_numbers
+from nafi.graph.tensors import Axis, Factor, Kind, Segment, TensorSpec, merge_fixed
 from nafi.graph.trace import Inputs, Op, Trace, named_tensors, trace
 
 _FOLDABLE = {"conv1d", "conv2d", "conv3d", "linear"} | {f"conv_transpose{d}d" for d in (1, 2, 3)}
@@ -114,13 +106,18 @@ class _Walk:
         self.names: dict[Atom, str] = {}
         self.values: dict[torch.fx.Node, Any] = {}
         self.tensors: dict[str, Value] = {}
-        for name, tensor in named_tensors(model).items():
+        self.stored = named_tensors(model)
+        for name, tensor in self.stored.items():
             if name not in traced.aliases:
-                self.tensors[name] = Value([fresh(n) for n in tensor.shape], source=name)
+                axes = [fresh(n) for n in tensor.shape]
+                self.tensors[name] = Value(axes, source=name, parameters=frozenset([name]))
+        self.trained = {n for n, t in self.stored.items() if isinstance(t, nn.Parameter)}
         for node, name in traced.tensors.items():
             self.values[node] = self.tensors[name]
         for node in traced.inputs:
-            self.values[node] = _fixed_value(node, Pin("model input"))
+            self.values[node] = _fixed_value(node, Pin("model input"), fed=True)
+        for node in traced.constants:
+            self.values[node] = _fixed_value(node, Pin("model input"), fed=False)
         for op in traced.ops:
             self._apply(op)
         for node in traced.outputs:
@@ -128,14 +125,17 @@ class _Walk:
 
     def _apply(self, op: Op) -> None:
         arguments = {name: self._lift(value) for name, value in op.arguments.items()}
-        call = Call(op, arguments, self.findings)
+        call = Call(op, arguments, self.findings, self.tensors, self.trained)
         if op.name not in KEEPS_STACKS:
             for value in call.values():
                 if value.stack is not None:
                     value.stack.join()
-        results = apply(call)
+        results, read = apply(call), call.values()
         for value, tensor in zip(results, op.tensors, strict=True):
             value.boolean = tensor.dtype == torch.bool
+            if all(value is not other for other in read):  # one that is passed on is known already
+                value.fed = any(other.fed for other in read)
+                value.parameters = frozenset(p for other in read for p in other.parameters)
         for node in op.writes:
             self._written(node, call)
         many = isinstance(op.node.meta.get("val"), list | tuple)
@@ -189,26 +189,48 @@ class _Walk:
             )
             for atom in members
         }
-        axes = {
-            name: tuple(_spec_axis(axis, names) for axis in value.axes)
+        consumed = self._consumed()
+        tensors = {
+            name: self._tensor_spec(name, value, names, consumed)
             for name, value in self.tensors.items()
         }
-        consumed = {
-            (source, atom) for source, axis in self.findings.consumed for atom in atoms_of([axis])
-        }
-        places = frozenset(
-            Place(name, index)
-            for name, value in self.tensors.items()
-            for index, axis in enumerate(value.axes)
-            if any((name, atom) in consumed for atom in atoms_of([axis]))
-        )
         return ModelSpec(
             groups,
-            axes,
-            places,
+            tensors,
             self._pinned(names),
             self._batchnorms(),
             aliases=self.traced.aliases,
+        )
+
+    def _consumed(self) -> set[tuple[str, Atom]]:
+        """(tensor, atom) for all neurons that a tensor reads."""
+        return {
+            (source, atom) for source, axis in self.findings.consumed for atom in atoms_of([axis])
+        }
+
+    def _tensor_spec(
+        self,
+        name: str,
+        value: Value,
+        names: dict[Atom, str],
+        consumed: Collection[tuple[str, Atom]],
+    ) -> TensorSpec:
+        """What the rules said of a tensor. One with several biases, or layers, has none."""
+        found = self.findings
+        kind = found.kinds.get(name, Kind.WEIGHT)
+        biases, layers = found.biases.get(name, set()), found.layers.get(name, set())
+        return TensorSpec(
+            tuple(_spec_axis(axis, names) for axis in value.axes),
+            # By neurons, not by axes: a weight with one group on two axes reads along both, though
+            # a product sums over one of them only.
+            tuple(
+                index
+                for index, axis in enumerate(value.axes)
+                if any((name, atom) in consumed for atom in atoms_of([axis]))
+            ),
+            kind if holds_numbers(self.stored[name]) else Kind.COUNTER,
+            next(iter(biases)) if len(biases) == 1 else None,
+            next(iter(layers)) if len(layers) == 1 else None,
         )
 
     def _data_flow(self) -> list[Atom]:
@@ -239,9 +261,7 @@ class _Walk:
         """After the layer that makes the neurons; several groups of one layer are numbered."""
         names: dict[Atom, str] = {}
         taken: set[str] = set()
-        consumed = {
-            (source, atom) for source, axis in self.findings.consumed for atom in atoms_of([axis])
-        }
+        consumed = self._consumed()
         held = [(name, atoms_of(self.tensors[name].axes)) for name in self._used_in_order()]
         matrices = {name for name, v in self.tensors.items() if sum(n > 1 for n in v.shape) > 1}
         for atom in members:
@@ -342,11 +362,11 @@ class _Walk:
         return tuple(pairs)
 
 
-def _fixed_value(node: torch.fx.Node, pin: Pin) -> Any:
+def _fixed_value(node: torch.fx.Node, pin: Pin, fed: bool) -> Any:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         axes = [fixed(int(n), pin) for n in value.shape]
-        return Value(axes, boolean=value.dtype == torch.bool)
+        return Value(axes, boolean=value.dtype == torch.bool, fed=fed)
     return value
 
 

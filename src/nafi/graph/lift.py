@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from nafi.graph.blocks import Block, transform
-from nafi.graph.spec import Axis, ModelSpec, Place, Segment
+from nafi.graph.spec import ModelSpec
+from nafi.graph.tensors import UNIT, Axis, TensorSpec
 
 
 class Placement(Protocol):
@@ -113,7 +114,8 @@ def lift_block(
 
 def lift(tensor: Tensor, name: str, spec: ModelSpec, placements: Placements) -> Tensor:
     """The tensor called `name` of a network with this spec, with its neurons where they go."""
-    return _lifted(tensor, spec.axes[name], consumed_axes(name, spec), spec, placements)
+    meaning = spec.tensors[name]
+    return _lifted(tensor, meaning.axes, meaning.reads, spec, placements)
 
 
 def lifted_rows(name: str, spec: ModelSpec, placements: Placements) -> Tensor:
@@ -121,37 +123,12 @@ def lifted_rows(name: str, spec: ModelSpec, placements: Placements) -> Tensor:
 
     The shape is that of the lifted tensor, with 1 for every axis that holds no neurons of its own.
     """
-    rows = row_axes(name, spec)
-    axes = [axis if i in rows else (Segment(()),) for i, axis in enumerate(spec.axes[name])]
-    if not whole_rows(name, spec):
-        axes = list(spec.axes[name])
-    shape = [sum(segment.size(spec.widths) for segment in axis) for axis in axes]
-    return _lifted(torch.ones(shape), axes, (), spec, placements)
-
-
-def consumed_axes(name: str, spec: ModelSpec) -> list[int]:
-    """The axes of a tensor whose neurons it reads."""
-    return [i for i in range(len(spec.axes[name])) if Place(name, i) in spec.consumed]
-
-
-def row_axes(name: str, spec: ModelSpec) -> list[int]:
-    """The axes of a tensor that hold neurons which it is part of, and does not read."""
-    return [
-        index
-        for index, axis in enumerate(spec.axes[name])
-        if Place(name, index) not in spec.consumed and any(segment.groups for segment in axis)
-    ]
-
-
-def whole_rows(name: str, spec: ModelSpec) -> bool:
-    """Whether every parent of a tensor's rows is among the rows, too.
-
-    A transposed convolution in groups has the parent on the axis that it reads.
-    """
-    held = {
-        g for i in row_axes(name, spec) for segment in spec.axes[name][i] for g in segment.groups
-    }
-    return all(spec.groups[group].parent in {None, *held} for group in held)
+    meaning = spec.tensors[name]
+    if meaning.whole_rows:
+        own = [axis if i in meaning.rows else UNIT for i, axis in enumerate(meaning.axes)]
+        meaning = TensorSpec(tuple(own))
+    shape = meaning.shape(spec.widths)
+    return _lifted(torch.ones(shape), meaning.axes, (), spec, placements)
 
 
 def _lifted(
@@ -167,19 +144,3 @@ def _lifted(
         return lift_block(unfolded, block, spec, placements, consumed)
 
     return transform(tensor, axes, spec.widths, change, target)
-
-
-def columns_of(name: str, spec: ModelSpec) -> list[int]:
-    """The axes along which a tensor's rows run, if its rows are neurons."""
-    rows = row_axes(name, spec)
-    if not rows or not whole_rows(name, spec):
-        return []
-    return [axis for axis in range(len(spec.axes[name])) if axis not in rows]
-
-
-def bias_of(name: str, spec: ModelSpec) -> str | None:
-    """The tensor that is added to what this one makes, going by its name and its neurons."""
-    path, _, attribute = name.rpartition(".")
-    bias = f"{path}.{attribute.replace('weight', 'bias')}".removeprefix(".")
-    rows = tuple(spec.axes[name][axis] for axis in row_axes(name, spec))
-    return bias if bias != name and spec.axes.get(bias) == rows else None

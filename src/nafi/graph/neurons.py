@@ -13,8 +13,9 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from nafi.graph.blocks import Block, blocks
-from nafi.graph.spec import Factor, ModelSpec, Place, holds_numbers
+from nafi.graph.blocks import Block
+from nafi.graph.spec import ModelSpec, holds_numbers
+from nafi.graph.tensors import Factor
 
 
 class Role(StrEnum):
@@ -91,9 +92,9 @@ def stretches(spec: ModelSpec, group: str, tensors: Collection[str]) -> list[Str
     spec.group(group)
     found = [
         Stretch(name, role, block, rows)
-        for name in spec.tensors(group)
+        for name in spec.tensors_of(group)
         if name in tensors
-        for block in blocks(spec.axes[name], spec.widths)
+        for block in spec.blocks[name]
         for role, rows in _occurrences(spec, name, block, group)
     ]
     order = list(Role)
@@ -131,7 +132,7 @@ def _occurrences(
             if factor == group:
                 outside = (block.factors.index(parent),) if parent in block.factors else ()
                 rest = [f for d, f in enumerate(block.factors) if d != dim and d not in outside]
-                if Place(tensor, axis) in spec.consumed:
+                if axis in spec.tensors[tensor].reads:
                     role = Role.OUTGOING
                 else:
                     role = Role.INCOMING if rest else Role.BIAS

@@ -22,7 +22,8 @@ from nafi.errors import SpecError
 from nafi.graph.blocks import Block, transform
 from nafi.graph.check import TOLERANCE, converted, difference, probe_of, run
 from nafi.graph.groups import analyse, sized_ops
-from nafi.graph.spec import ModelSpec, Segment
+from nafi.graph.spec import ModelSpec
+from nafi.graph.tensors import Segment
 from nafi.graph.trace import Inputs, check_inputs, first_line, named_tensors
 
 
@@ -71,11 +72,9 @@ def resize_state(
 
 def _resized(tensor: Tensor, name: str, spec: ModelSpec, target: ModelSpec) -> Tensor:
     """One tensor at other widths."""
-    # A variance of zero would blow up what comes in.
-    filling = 1.0 if name.rpartition(".")[2] == "running_var" else 0.0
-    axes = spec.axes[spec.aliases.get(name, name)]
-    change = _resizer(target.widths, filling)
-    return transform(tensor, axes, spec.widths, change, new_widths=target.widths)
+    meaning = spec.tensor(name)
+    change = _resizer(target.widths, meaning.neutral)
+    return transform(tensor, meaning.axes, spec.widths, change, new_widths=target.widths)
 
 
 def _resizer(target: Mapping[str, int], filling: float) -> Callable[[Tensor, Block], Tensor]:
@@ -163,7 +162,7 @@ def _update_attributes(module: nn.Module, path: str, spec: ModelSpec, new_spec: 
 def _inner(spec: ModelSpec, new_spec: ModelSpec, tensor: str, axis: int, old: int) -> int:
     """The new size of what were the innermost `old` positions of an axis."""
     tensor = tensor.removeprefix(".")  # of the root module
-    for segment in spec.axes[spec.aliases.get(tensor, tensor)][axis]:
+    for segment in spec.tensor(tensor).axes[axis]:
         for cut in range(len(segment.factors) + 1):
             tail = Segment(segment.factors[cut:])
             if tail.size(spec.widths) == old:
@@ -226,7 +225,7 @@ def _adapt(
     Sizes are recognised by their value; the caller sees whether the network then runs as it should.
     """
     sizes = _changed_sizes(spec, new_spec, changed)
-    paths = {tensor for group in changed for tensor in spec.tensors(group)}
+    paths = {tensor for group in changed for tensor in spec.tensors_of(group)}
     for _ in range(level + 1):
         paths = {path.rpartition(".")[0] for path in paths if path}
     adapted = False

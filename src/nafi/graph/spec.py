@@ -1,15 +1,15 @@
 """The nouns: which axes of a network's tensors carry which neurons.
 
-Hides: nothing; plain data that can be written by hand, printed and saved.
-Promises: stated in one direction, from tensors to groups; everything else is derived from it, so
-no two tables can disagree. Offsets follow from sizes, so they survive a change of widths.
+Promises: plain data that can be written by hand, printed and saved. Stated in one direction, from
+tensors to groups; everything else is derived from it, so no two tables can disagree. Offsets
+follow from sizes, so they survive a change of widths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -17,33 +17,16 @@ import torch
 from torch import Tensor
 
 from nafi.errors import SpecError
-
-# The name of a group, or the size of something that stays in its order.
-Factor = str | int
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of an axis: a product of groups and fixed sizes, the outermost first.
-
-    Channels flattened with 5 x 5 places are ("conv2", 25); heads of 8 are ("heads", 8).
-    """
-
-    factors: tuple[Factor, ...]
-
-    def size(self, widths: Mapping[str, int]) -> int:
-        return prod(widths[f] if isinstance(f, str) else f for f in self.factors)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return tuple(f for f in self.factors if isinstance(f, str))
-
-    def __str__(self) -> str:
-        return "*".join(str(f) for f in self.factors) or "1"
-
-
-# An axis is a sequence of segments: several of them where tensors were concatenated.
-Axis = tuple[Segment, ...]
+from nafi.graph.blocks import Block, blocks
+from nafi.graph.tensors import (
+    UNIT,
+    Axis,
+    Segment,
+    TensorSpec,
+    merge_fixed,
+    tensors_from_dict,
+    tensors_to_dict,
+)
 
 
 @dataclass(frozen=True)
@@ -83,54 +66,132 @@ class Place:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """For every parameter and buffer the segments of every axis.
+    """Every parameter and buffer of a network, and the neurons that they are made of.
 
     groups: by name, in the order in which data flow through them
-    axes: tensor -> its axes; tensors with several names appear once
-    consumed: axes that a product sums over: the tensor reads the neurons of that axis
+    tensors: by name, what each is; tensors with several names appear once
     pinned: what cannot be permuted, and why
     batchnorms: (layer, batchnorm) module names that can be folded into one
     folded: those that were
-    aliases: other names of tensors in `axes`
+    aliases: other names of tensors in `tensors`
     example_inputs: what the spec was derived with; not saved
     """
 
     groups: Mapping[str, NeuronGroup]
-    axes: Mapping[str, tuple[Axis, ...]]
-    consumed: frozenset[Place] = frozenset()
+    tensors: Mapping[str, TensorSpec]
     pinned: tuple[Pinned, ...] = ()
     batchnorms: tuple[tuple[str, str], ...] = ()
     folded: tuple[tuple[str, str], ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     example_inputs: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
 
-    @property
+    def __post_init__(self) -> None:
+        tensors = {name: self._with_parents(tensor) for name, tensor in self.tensors.items()}
+        object.__setattr__(self, "tensors", tensors)
+
+    def _with_parents(self, tensor: TensorSpec) -> TensorSpec:
+        """The tensor, told whether the parents of its rows are among them."""
+        held = tensor.groups_on(tensor.rows)
+        parents = {self.groups[g].parent for g in held if g in self.groups} - {None}
+        whole = parents <= held
+        return tensor if whole == tensor.whole_rows else replace(tensor, whole_rows=whole)
+
+    # ------------------------------------------------------------------ derived from the tensors
+
+    @cached_property
     def widths(self) -> dict[str, int]:
+        """Group -> width."""
         return {name: group.width for name, group in self.groups.items()}
+
+    @cached_property
+    def axes(self) -> Mapping[str, tuple[Axis, ...]]:
+        """Tensor -> its axes."""
+        return {name: tensor.axes for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def consumed(self) -> frozenset[Place]:
+        """All axes whose neurons a tensor reads."""
+        tensors = self.tensors.items()
+        return frozenset(Place(name, axis) for name, tensor in tensors for axis in tensor.reads)
+
+    @cached_property
+    def _places(self) -> dict[str, list[Place]]:
+        found: dict[str, list[Place]] = {}
+        for name, tensor in self.tensors.items():
+            for index in range(len(tensor.axes)):
+                for group in tensor.groups_on([index]):
+                    found.setdefault(group, []).append(Place(name, index))
+        return found
+
+    @cached_property
+    def _children(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, group in self.groups.items():
+            if group.parent is not None:
+                found.setdefault(group.parent, []).append(name)
+        return found
+
+    @cached_property
+    def blocks(self) -> Mapping[str, tuple[Block, ...]]:
+        """Tensor -> its blocks, in the order of its memory."""
+        return {name: tuple(blocks(t.axes, self.widths)) for name, t in self.tensors.items()}
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape(self.widths) for name, tensor in self.tensors.items()}
 
     def __str__(self) -> str:
         """A line a group: its name, its width and the tensors that hold it."""
         lines = [
-            f"{name}: {group.width} in {', '.join(self.tensors(name))}"
+            f"{name}: {group.width} in {', '.join(self.tensors_of(name))}"
             for name, group in self.groups.items()
         ]
         return "\n".join(lines) or "no groups"
 
-    def places(self, group: str) -> Iterator[Place]:
+    def places(self, group: str) -> tuple[Place, ...]:
         """Every axis that carries neurons of the group."""
-        for tensor, axes in self.axes.items():
-            for index, axis in enumerate(axes):
-                if any(group in segment.groups for segment in axis):
-                    yield Place(tensor, index)
+        return tuple(self._places.get(group, ()))
 
-    def tensors(self, group: str) -> list[str]:
+    def tensors_of(self, group: str) -> list[str]:
         """Every tensor with neurons of the group."""
         return list(dict.fromkeys(place.tensor for place in self.places(group)))
 
+    def children(self, group: str) -> list[str]:
+        """The groups that have an order of their own within each member of this one."""
+        return list(self._children.get(group, ()))
+
+    def tensor(self, name: str) -> TensorSpec:
+        """What the tensor of this name is, be it one of several names."""
+        return self.tensors[self.aliases.get(name, name)]
+
+    def bias_of(self, name: str) -> str | None:
+        """The bias that has a number for each row of a tensor, if there is one.
+
+        Narrower than `TensorSpec.bias`: the output layer has no rows, and the rows of a transposed
+        convolution in groups are not whole.
+        """
+        tensor = self.tensors[name]
+        bias = self.tensors.get(tensor.bias) if tensor.bias is not None else None
+        if bias is None or not tensor.rows:
+            return None
+        wide = tuple(axis for axis in bias.axes if axis != UNIT)
+        return tensor.bias if wide == tensor.row_axes else None
+
+    @cached_property
+    def biases(self) -> frozenset[str]:
+        """The tensors that are the bias of another one's rows."""
+        return frozenset(bias for bias in map(self.bias_of, self.tensors) if bias is not None)
+
+    @property
+    def foldable(self) -> dict[tuple[str, str], str]:
+        """For each pair of `batchnorms`, the weight of the layer that it would be folded into."""
+        return {(layer, norm): f"{layer}.weight" for layer, norm in self.batchnorms}
+
     def shape(self, tensor: str, widths: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """The shape of a tensor at the given widths, or at those of the spec."""
-        known = self.widths | dict(widths or {})
-        return tuple(sum(segment.size(known) for segment in axis) for axis in self.axes[tensor])
+        if not widths:
+            return self._shapes[tensor]
+        return self.tensors[tensor].shape(self.widths | dict(widths))
 
     def resized(self, widths: Mapping[str, int]) -> ModelSpec:
         """The same spec at other widths."""
@@ -182,33 +243,34 @@ class ModelSpec:
     def pin(self, *names: str, reason: str = "pinned by hand") -> ModelSpec:
         """The spec without some groups, which stay as they are; children of theirs go with them."""
         gone = {name for name in names if self.group(name)}
-        gone |= {name for name, group in self.groups.items() if group.parent in gone}
-        widths = self.widths
+        gone |= {child for name in gone for child in self.children(name)}
         pinned = list(self.pinned)
-        axes: dict[str, tuple[Axis, ...]] = {}
-        for tensor, old in self.axes.items():
-            new: list[Axis] = []
-            for index, axis in enumerate(old):
-                segments = []
-                for segment in axis:
-                    if gone & set(segment.groups):
-                        pinned.append(Pinned(tensor, index, segment.size(widths), reason))
-                    fixed = [widths[f] if f in gone else f for f in segment.factors]
-                    segments.append(Segment(merge_fixed(fixed)))
-                new.append(tuple(segments))
-            axes[tensor] = tuple(new)
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            axes: list[Axis] = []
+            for index, axis in enumerate(tensor.axes):
+                pinned += [
+                    Pinned(name, index, segment.size(self.widths), reason)
+                    for segment in axis
+                    if gone & set(segment.groups)
+                ]
+                axes.append(tuple(self._without(segment, gone) for segment in axis))
+            tensors[name] = replace(tensor, axes=tuple(axes))
         groups = {name: group for name, group in self.groups.items() if name not in gone}
-        return replace(self, groups=groups, axes=axes, pinned=tuple(pinned))
+        return replace(self, groups=groups, tensors=tensors, pinned=tuple(pinned))
+
+    def _without(self, segment: Segment, gone: Collection[str]) -> Segment:
+        """A segment in which some groups are fixed sizes."""
+        fixed = [self.widths[f] if isinstance(f, str) and f in gone else f for f in segment.factors]
+        return Segment(merge_fixed(fixed))
 
     def coverage(self, state: Mapping[str, Tensor]) -> float:
         """The share of all parameters that lie in tensors with at least one group."""
         total = covered = 0
-        for tensor, axes in self.axes.items():
-            if not holds_numbers(state[tensor]):
-                continue
-            total += state[tensor].numel()
-            if any(segment.groups for axis in axes for segment in axis):
-                covered += state[tensor].numel()
+        for name, tensor in self.tensors.items():
+            if holds_numbers(state[name]):
+                total += state[name].numel()
+                covered += state[name].numel() if tensor.groups else 0
         return covered / total if total else 0.0
 
     def check_shapes(self, state: Mapping[str, Tensor]) -> None:
@@ -234,11 +296,7 @@ class ModelSpec:
                 name: {"width": g.width, "parent": g.parent, "rigid": g.rigid}
                 for name, g in self.groups.items()
             },
-            "axes": {
-                tensor: [[list(segment.factors) for segment in axis] for axis in axes]
-                for tensor, axes in self.axes.items()
-            },
-            "consumed": sorted([place.tensor, place.axis] for place in self.consumed),
+            **tensors_to_dict(self.tensors),
             "pinned": [[p.tensor, p.axis, p.size, p.reason, p.op] for p in self.pinned],
             "batchnorms": [list(pair) for pair in self.batchnorms],
             "folded": [list(pair) for pair in self.folded],
@@ -247,36 +305,41 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
-        """The inverse of `to_dict`, and the way to write a spec by hand."""
+        """The inverse of `to_dict`, and the way to write a spec by hand.
+
+        Without `kinds` and `biases`, as in version 0.1.0, these are taken from torch's names.
+        """
         try:
             groups = {name: NeuronGroup(name, **fields) for name, fields in data["groups"].items()}
-            axes = {
-                tensor: tuple(tuple(Segment(tuple(f)) for f in axis) for axis in axes)
-                for tensor, axes in data["axes"].items()
-            }
-            spec = cls(
+            tensors = tensors_from_dict(data)
+            _check_groups(groups, tensors)
+            return cls(
                 groups,
-                axes,
-                frozenset(Place(t, a) for t, a in data.get("consumed", [])),
+                tensors,
                 tuple(Pinned(*p) for p in data.get("pinned", [])),
                 tuple((layer, norm) for layer, norm in data.get("batchnorms", [])),
                 tuple((layer, norm) for layer, norm in data.get("folded", [])),
                 dict(data.get("aliases", {})),
             )
-            for group in groups.values():
-                if group.parent is not None and group.parent not in groups:
-                    raise SpecError(f"group {group.name} has an unknown parent {group.parent!r}")
         except KeyError as error:
             raise SpecError(f"this is not a ModelSpec: it lacks {error}") from None
         except (TypeError, ValueError, AttributeError) as error:
             raise SpecError(f"this is not a ModelSpec: {error}") from None
-        for tensor, tensor_axes in axes.items():
-            for axis in tensor_axes:
-                for segment in axis:
-                    unknown = set(segment.groups) - set(groups)
-                    if unknown:
-                        raise SpecError(f"{tensor} refers to unknown groups {sorted(unknown)}")
-        return spec
+
+
+def _check_groups(groups: Mapping[str, NeuronGroup], tensors: Mapping[str, TensorSpec]) -> None:
+    """Refuse what refers to groups, axes and tensors that there are not."""
+    for group in groups.values():
+        if group.parent is not None and group.parent not in groups:
+            raise SpecError(f"group {group.name} has an unknown parent {group.parent!r}")
+    for name, tensor in tensors.items():
+        unknown = tensor.groups - set(groups)
+        if unknown:
+            raise SpecError(f"{name} refers to unknown groups {sorted(unknown)}")
+        if any(not 0 <= axis < len(tensor.axes) for axis in tensor.reads):
+            raise SpecError(f"{name} reads axes {list(tensor.reads)}, but has {len(tensor.axes)}")
+        if tensor.bias is not None and tensor.bias not in tensors:
+            raise SpecError(f"{name} has an unknown bias {tensor.bias!r}")
 
 
 def _solve(axis: Axis, group: str, known: Mapping[str, int], size: int) -> int | None:
@@ -295,17 +358,3 @@ def holds_numbers(tensor: Tensor) -> bool:
 def widened(tensor: Tensor) -> Tensor:
     """A tensor of numbers in double precision."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def merge_fixed(factors: list[Factor]) -> tuple[Factor, ...]:
-    """Neighbouring fixed sizes become one; those of 1 go."""
-    merged: list[Factor] = []
-    for factor in factors:
-        if isinstance(factor, int):
-            if factor == 1:
-                continue
-            if merged and isinstance(merged[-1], int):
-                merged[-1] *= factor
-                continue
-        merged.append(factor)
-    return tuple(merged)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from nafi.errors import SpecError
+from nafi.errors import InputError, SpecError
 
 Inputs = Sequence[Any]
 # torch.export keeps what it is doing in global variables.
@@ -93,13 +93,15 @@ class Trace:
 
     tensors: graph node -> name of the parameter or buffer it is; names of one tensor share a node
     aliases: every name of a shared tensor -> the name that stands for all of them
-    inputs: nodes of the example inputs and of constants; outputs: nodes returned
+    inputs: nodes of the example inputs; constants: of tensors that are not saved with the network
+    outputs: nodes returned
     """
 
     ops: tuple[Op, ...]
     tensors: Mapping[torch.fx.Node, str]
     aliases: Mapping[str, str]
     inputs: tuple[torch.fx.Node, ...]
+    constants: tuple[torch.fx.Node, ...]
     outputs: tuple[torch.fx.Node, ...]
 
 
@@ -109,7 +111,8 @@ def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
     aliases = shared_names(model)
     state = named_tensors(model)
     tensors: dict[torch.fx.Node, str] = {}
-    inputs = []
+    inputs: list[torch.fx.Node] = []
+    constants: list[torch.fx.Node] = []
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:
         node = nodes.get(spec.arg.name)
@@ -118,7 +121,7 @@ def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target in state:
             tensors[node] = aliases.get(spec.target, spec.target)
         else:
-            inputs.append(node)
+            (inputs if spec.kind is InputKind.USER_INPUT else constants).append(node)
     returned = {
         spec.arg.name
         for spec in program.graph_signature.output_specs
@@ -128,7 +131,7 @@ def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
     outputs = tuple(by_name[name] for name in returned if name in by_name)
     live = _live(program.graph.nodes, outputs)
     ops = tuple(_op(node) for node in program.graph.nodes if node in live)
-    return Trace(ops, tensors, aliases, tuple(inputs), outputs)
+    return Trace(ops, tensors, aliases, tuple(inputs), tuple(constants), outputs)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -146,6 +149,23 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     for name, tensor in named_tensors(model).items():
         aliases[name] = first.setdefault(id(tensor), name)
     return {name: kept for name, kept in aliases.items() if name != kept}
+
+
+def run_batches(model: nn.Module, batches: Iterable[Any], caller: str) -> None:
+    """Run a network on batches of inputs, for what can be seen on the way."""
+    count = 0
+    try:
+        for batch in batches:
+            # A loader gives inputs with their labels.
+            model(batch[0] if isinstance(batch, list | tuple) else batch)
+            count += 1
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise InputError(
+            f"{caller}: the network does not run on a batch: {first_line(error)}; expected "
+            "batches of inputs, or tuples that begin with them"
+        ) from None
+    if not count:
+        raise InputError(f"{caller}: no batch was given")
 
 
 def _live(nodes: Iterable[torch.fx.Node], outputs: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:

@@ -7,12 +7,26 @@ names of the operation's schema, and says what it knows in a handful of verbs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, TypeVar
 
 from nafi.graph.atoms import Axis, Pin, fixed, fresh, pin_axis, product, size_of, unify
+from nafi.graph.tensors import Kind, Layer
 from nafi.graph.trace import Op
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a value is while a bias may still be added to it.
+
+    weights: the parameters that inputs were multiplied with to make it
+    dims: the dimensions that these made, counted from the back
+    """
+
+    weights: tuple[str, ...]
+    dims: frozenset[int]
 
 
 @dataclass
@@ -24,6 +38,9 @@ class Value:
     constant: all its entries are equal, so its axes restrict nothing
     boolean: a mask, which picks positions in another way than numbers do
     stack: set while it is open whether what lies along one axis is told apart
+    product: set while a bias may still be added to it
+    parameters: all parameters and buffers that it is made of
+    fed: it depends on the inputs of the network
     """
 
     axes: list[Axis]
@@ -31,10 +48,23 @@ class Value:
     constant: bool = False
     boolean: bool = False
     stack: Stack | None = None
+    product: Product | None = None
+    parameters: frozenset[str] = frozenset()
+    fed: bool = False
 
     @property
     def shape(self) -> list[int]:
         return [size_of(axis) for axis in self.axes]
+
+    @property
+    def parameter(self) -> str | None:
+        """The parameter or buffer that it is computed from, if from nothing else."""
+        return next(iter(self.parameters)) if len(self.parameters) == 1 and not self.fed else None
+
+    @property
+    def wide_dims(self) -> frozenset[int]:
+        """The dimensions of more than one position, counted from the back."""
+        return frozenset(d - len(self.axes) for d, n in enumerate(self.shape) if n > 1)
 
 
 class Stack(ABC):
@@ -109,20 +139,36 @@ class Findings:
     consumed: (parameter, axis) summed over in a product: the parameter reads these neurons
     rigid: (axis, why) a change of width would change the function even with zeros
     reduced: axes of tensors that an operation makes inside, after summing some axes out
+    kinds: parameter -> what it is for; the first operation that says so is believed
+    biases: parameter -> all that are added to what it makes
+    layers: parameter -> all the ways in which inputs are multiplied with it
     """
 
     consumed: list[tuple[str, Axis]] = field(default_factory=list)
     rigid: list[tuple[Axis, str]] = field(default_factory=list)
     reduced: list[list[Axis]] = field(default_factory=list)
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    biases: dict[str, set[str]] = field(default_factory=dict)
+    layers: dict[str, set[Layer | None]] = field(default_factory=dict)
 
 
 class Call:
     """One operation with its arguments as values, and the verbs that rules are written in."""
 
-    def __init__(self, op: Op, arguments: dict[str, Any], findings: Findings) -> None:
+    def __init__(
+        self,
+        op: Op,
+        arguments: dict[str, Any],
+        findings: Findings,
+        tensors: Mapping[str, Value],
+        trained: Collection[str],
+    ) -> None:
+        """tensors: all parameters and buffers of the network; trained: the parameters"""
         self.op = op
         self.arguments = arguments
         self.findings = findings
+        self.tensors = tensors
+        self.trained = trained
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -147,14 +193,65 @@ class Call:
         return fixed(size, Pin(f"made by {self.op}"))
 
     def same(self, one: Axis, two: Axis) -> None:
+        """Two axes carry the same neurons, in the same order."""
         unify(one, two, self.misfit)
 
     def consume(self, value: Value, axis: Axis) -> None:
+        """A parameter is summed over along an axis: it reads the neurons there."""
         if value.source is not None:
             self.findings.consumed.append((value.source, axis))
 
     def rigid(self, axis: Axis) -> None:
+        """More neurons along an axis would change the result, even if they are all zero."""
         self.findings.rigid.append((axis, self.op.name))
+
+    def kind(self, value: Value | None, kind: Kind) -> None:
+        """What a parameter is for; says nothing of other values."""
+        if value is not None and value.parameter is not None:
+            self.findings.kinds.setdefault(value.parameter, kind)
+
+    def kind_of(self, value: Value) -> Kind | None:
+        """What a parameter is for, as far as it was said."""
+        return self.findings.kinds.get(value.parameter) if value.parameter is not None else None
+
+    def is_whole(self, value: Value) -> bool:
+        """Whether a value has as many numbers as the parameter that it is computed from."""
+        name = value.parameter
+        return name is not None and prod(value.shape) == prod(self.tensors[name].shape)
+
+    def axis_of(self, value: Value, axis: Axis) -> int | None:
+        """Which axis of a parameter an axis of a view of it is, if it is one as it stands."""
+        axes = self.tensors[value.parameter].axes if value.parameter is not None else []
+        return next((index for index, own in enumerate(axes) if own is axis), None)
+
+    def is_statistic(self, value: Value) -> bool:
+        """Whether a value is computed from a buffer, which is not trained, number by number."""
+        return self.is_whole(value) and value.parameter not in self.trained
+
+    def layer(self, weight: Value, bias: Value | None = None, layer: Layer | None = None) -> None:
+        """Inputs are multiplied with a weight, and a bias is added.
+
+        layer: how a refit of the weight would take the inputs apart, where that is known
+        """
+        self.kind(weight, Kind.WEIGHT)
+        name, whole = weight.parameter, self.is_whole(weight)
+        if name is not None:
+            self.findings.layers.setdefault(name, set()).add(layer if whole else None)
+        # A piece of a bias belongs to a piece of a weight.
+        fits = bias is not None and self.is_whole(bias) == whole
+        self.bias(bias, (name,) if name is not None and fits else ())
+
+    def gain(self, gain: Value | None, bias: Value | None = None) -> None:
+        """Each neuron is multiplied with a number of its own, and a bias is added."""
+        self.kind(gain, Kind.GAIN)
+        self.bias(bias, () if gain is None or gain.parameter is None else (gain.parameter,))
+
+    def bias(self, bias: Value | None, weights: Sequence[str]) -> None:
+        """A number for each neuron is added to what some parameters make."""
+        self.kind(bias, Kind.BIAS)
+        if bias is not None and bias.parameter is not None:
+            for weight in weights:
+                self.findings.biases.setdefault(weight, set()).add(bias.parameter)
 
     def values(self) -> list[Value]:
         """Every tensor among the arguments."""
@@ -169,15 +266,19 @@ class Call:
 
 
 Rule = Callable[[Call], "Value | list[Value]"]
+_Rule = TypeVar("_Rule", bound=Rule)
 RULES: dict[str, Rule] = {}
 # Operations that leave open whether a stack is one tensor or several.
 KEEPS_STACKS: set[str] = set()
 
 
-def rule(*names: str, keeps_stacks: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for operations by their ATen name."""
+def rule(*names: str, keeps_stacks: bool = False) -> Callable[[_Rule], _Rule]:
+    """Register a rule for operations by their names, without a namespace: "relu", "my_op".
 
-    def register(function: Rule) -> Rule:
+    keeps_stacks: the operation leaves open whether a stack is one tensor or several
+    """
+
+    def register(function: _Rule) -> _Rule:
         for name in names:
             RULES[name] = function
         KEEPS_STACKS.update(names if keeps_stacks else ())

@@ -6,7 +6,8 @@ Hides: groups of channels. Promises: channels flow through, places are told apar
 from __future__ import annotations
 
 from nafi.graph.atoms import fresh, product, size_of
-from nafi.graph.rules.calls import Call, Value, rule
+from nafi.graph.rules.calls import Call, Product, Value, rule
+from nafi.graph.tensors import Layer
 
 
 @rule("conv1d", "conv2d", "conv3d")
@@ -45,7 +46,29 @@ def _convolve(call: Call, transposed: bool) -> Value:
     channels = product(group, outer)
     if call["bias"] is not None:
         call.same(channels, call["bias"].axes[0])
-    return Value([*x.axes[: -spatial - 1], channels, *places])
+    call.layer(weight, call["bias"], _geometry(call, spatial, transposed))
+    result = Value([*x.axes[: -spatial - 1], channels, *places])
+    if call["bias"] is None and weight.parameter is not None:
+        result.product = Product((weight.parameter,), result.wide_dims & {-spatial - 1})
+    return result
+
+
+def _geometry(call: Call, spatial: int, transposed: bool) -> Layer:
+    def along(name: str) -> tuple[int, ...]:
+        given = call.get(name, 0)
+        numbers = given if isinstance(given, list | tuple) else [given]
+        return tuple(numbers) if len(numbers) == spatial else tuple(numbers) * spatial
+
+    padding = call["padding"]
+    return Layer(
+        call.op.name,
+        stride=along("stride"),
+        padding=padding if isinstance(padding, str) else along("padding"),
+        output_padding=along("output_padding") if transposed else (),
+        dilation=along("dilation"),
+        groups=call["groups"],
+        transposed=transposed,
+    )
 
 
 def _one_by_one(call: Call, dim: int, spatial: int) -> bool:

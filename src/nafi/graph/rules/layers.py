@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from nafi.graph.atoms import Axis, fresh, product, size_of
 from nafi.graph.rules.calls import Call, Ends, Value, rule, unknown
+from nafi.graph.tensors import Kind
 
 
 def _per_channel(call: Call, value: Value, names: Sequence[str]) -> None:
@@ -22,6 +23,9 @@ def _per_channel(call: Call, value: Value, names: Sequence[str]) -> None:
 def batch_norm(call: Call) -> Value:
     value: Value = call["input"]
     _per_channel(call, value, ["weight", "bias", "running_mean", "running_var"])
+    call.gain(call["weight"], call["bias"])
+    call.kind(call["running_mean"], Kind.MEAN)
+    call.kind(call["running_var"], Kind.VARIANCE)
     return Value(value.axes)
 
 
@@ -36,6 +40,7 @@ def layer_norm(call: Call) -> Value:
         if call.get(name) is not None:
             for one, two in zip(value.axes[-count:], call[name].axes, strict=True):
                 call.same(one, two)
+    call.gain(call.get("weight"), call.get("bias"))
     return Value(value.axes)
 
 
@@ -46,6 +51,8 @@ def weight_norm(call: Call) -> list[Value]:
     for one, two in zip(value.axes, gain.axes, strict=True):
         if size_of(two) != 1:
             call.same(one, two)
+    call.kind(value, Kind.WEIGHT)
+    call.gain(gain)
     result = Value(value.axes, value.source)
     return [result] if len(call.op.shapes) == 1 else unknown(call)
 
@@ -59,6 +66,7 @@ def group_norm(call: Call) -> Value:
     call.rigid(value.axes[1])
     call.findings.reduced.append([value.axes[0], group])
     _per_channel(call, value, ["weight", "bias"])
+    call.gain(call["weight"], call["bias"])
     return Value(value.axes)
 
 
@@ -68,6 +76,7 @@ def prelu(call: Call) -> Value:
     weight: Value = call["weight"]
     if size_of(weight.axes[0]) > 1:
         call.same(value.axes[1 if len(value.axes) > 1 else 0], weight.axes[0])
+    call.gain(weight)
     return Value(value.axes)
 
 
@@ -75,6 +84,7 @@ def prelu(call: Call) -> Value:
 def embedding(call: Call) -> Value:
     weight: Value = call["weight"]
     call.fix(weight.axes[0], "rows are looked up by number")
+    call.kind(weight, Kind.WEIGHT)
     return Value([*call["indices"].axes, *weight.axes[1:]])
 
 
@@ -115,6 +125,8 @@ def _recurrent(call: Call, gates: int, states: list[Value]) -> list[Value]:
             for parameter, axis in zip(parameters[start : start + 2], (reads, unit), strict=True):
                 call.same(parameter.axes[1], axis)
                 call.consume(parameter, axis)
+            for index in range(start, start + 2):
+                call.layer(parameters[index], parameters[index + 2] if each == 4 else None)
             writes = writes + unit
         reads = writes
     for state in states:
@@ -144,6 +156,7 @@ def recurrent_cell(call: Call) -> list[Value]:
         call.same(weight.axes[0], product(call.fixed(gates), unit))
         call.same(weight.axes[1], reads)
         call.consume(weight, weight.axes[1])
+        call.layer(weight, call[name.replace("w", "b")])
     for name in ("b_ih", "b_hh"):
         if call[name] is not None:
             call.same(call[name].axes[0], call["w_ih"].axes[0])

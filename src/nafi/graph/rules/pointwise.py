@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nafi.graph.atoms import Axis, fresh, product, size_of
-from nafi.graph.rules.calls import Call, Value, rule, unknown
+from nafi.graph.rules.calls import Call, Product, Value, rule, unknown
+from nafi.graph.tensors import Kind
 
 
 # Most such operations carry torch's tag for it; these do not.
@@ -20,6 +21,62 @@ def elementwise(call: Call) -> Value:
     if call.get("train"):  # dropout in eval mode: which neuron is dropped depends on its place
         return unknown(call)[0]
     return broadcast(call, call.values())
+
+
+@rule("add")
+def add(call: Call) -> Value:
+    """A parameter that is added to what depends on the inputs is a bias."""
+    one, two = call.get("self"), call.get("other")
+    result = elementwise(call)
+    if call.get("alpha", 1) == 1:
+        add_bias(call, one, two)
+        add_bias(call, two, one)
+    return result
+
+
+def add_bias(call: Call, value: object, bias: object) -> None:
+    """State that one of two tensors is the bias of the other, if it is."""
+    if isinstance(value, Value) and isinstance(bias, Value) and value.fed:
+        made = value.product
+        fits = made is not None and bias.wide_dims == made.dims
+        call.bias(bias, made.weights if made is not None and fits else ())
+
+
+@rule("sub")
+def subtract(call: Call) -> Value:
+    """A statistic that is subtracted from what depends on the inputs is a mean."""
+    one, two = call.get("self"), call.get("other")
+    if isinstance(one, Value) and one.fed and isinstance(two, Value):
+        call.kind(two, Kind.MEAN if call.is_statistic(two) else Kind.BIAS)
+    return elementwise(call)
+
+
+@rule("mul", "div")
+def multiply(call: Call) -> Value:
+    """A parameter that multiplies what depends on the inputs is a gain."""
+    one, two = call.get("self"), call.get("other")
+    result = elementwise(call)
+    for value, gain in ((one, two), (two, one)):
+        if isinstance(value, Value) and value.fed and isinstance(gain, Value):
+            call.gain(gain)
+            if call.kind_of(gain) is Kind.GAIN:
+                result.product = _scaled(value.product, gain)
+    return result
+
+
+def _scaled(before: Product | None, gain: Value) -> Product:
+    """What was multiplied before, if it was along the same dimensions, now with a gain as well."""
+    dims = gain.wide_dims
+    weights = before.weights if before is not None and before.dims == dims else ()
+    return Product((*weights, str(gain.parameter)), dims)
+
+
+@rule("sqrt", "rsqrt")
+def root(call: Call) -> Value:
+    """A statistic under a root is a variance, also where a normalisation is written by hand."""
+    if call.is_statistic(call["self"]):
+        call.kind(call["self"], Kind.VARIANCE)
+    return elementwise(call)
 
 
 def broadcast(call: Call, values: Sequence[Value]) -> Value:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nafi.graph.atoms import Axis, fresh, product, size_of
-from nafi.graph.rules.calls import Call, Value, rule, unknown
-from nafi.graph.rules.pointwise import broadcast
+from nafi.graph.rules.calls import Call, Product, Value, rule, unknown
+from nafi.graph.rules.pointwise import add_bias, broadcast
+from nafi.graph.tensors import Layer
 
 
 def contract(
@@ -27,7 +28,34 @@ def contract(
                 call.same(labelled[label], axis)
             if label not in out:
                 call.consume(value, axis)
-    return Value([labelled[label] for label in out])
+    fed = any(value.fed for value, _ in operands)
+    result = Value([labelled[label] for label in out], fed=fed)
+    weights = [(value, labels) for value, labels in operands if value.parameter is not None]
+    if len(weights) == 1 and fed:
+        weight, labels = weights[0]
+        _state_layer(call, weight, labels, out, last=weight is operands[-1][0])
+        made = frozenset(d - len(out) for d, label in enumerate(out) if label in labels)
+        result.product = Product((str(weight.parameter),), made & result.wide_dims)
+    return result
+
+
+def _state_layer(
+    call: Call, weight: Value, labels: Sequence[Any], out: Sequence[Any], last: bool
+) -> None:
+    """Inputs are multiplied with a weight, which is a layer's if it is a matrix on the right."""
+    read = [axis for axis, label in zip(weight.axes, labels, strict=True) if label not in out]
+    plain = call.op.name in _PLAIN and last and len(read) == 1
+    call.layer(weight, layer=_linear_layer(call, weight, read[0]) if plain else None)
+
+
+# Products of inputs, on the left, and a matrix.
+_PLAIN = ("linear", "matmul", "mm", "addmm")
+
+
+def _linear_layer(call: Call, weight: Value, read: Axis) -> Layer | None:
+    """The layer of a matrix that reads its inputs along an axis, if it is one of the parameter."""
+    axis = call.axis_of(weight, read) if len(weight.axes) == 2 else None
+    return None if axis is None else Layer("linear", transposed=axis == 0)
 
 
 @rule("linear")
@@ -35,8 +63,17 @@ def linear(call: Call) -> Value:
     x: Value = call["input"]
     batch = list(range(len(x.axes) - 1))
     result = contract(call, [(x, [*batch, "in"]), (call["weight"], ["out", "in"])], [*batch, "out"])
-    if call["bias"] is not None:
-        call.same(result.axes[-1], call["bias"].axes[0])
+    weight: Value = call["weight"]
+    call.layer(weight, call["bias"], _linear_layer(call, weight, weight.axes[1]))
+    return _with_bias(call, result)
+
+
+def _with_bias(call: Call, result: Value) -> Value:
+    """Add the bias along the last axis, if there is one."""
+    bias: Value | None = call["bias"]
+    if bias is not None:
+        call.same(result.axes[-1], bias.axes[0])
+        result.product = None
     return result
 
 
@@ -63,6 +100,7 @@ def add_matmul(call: Call) -> Value:
         [(one, [*batch, "row", "k"]), (two, [*batch, *right] if len(two.axes) > 2 else right)],
         [*batch, "row", *right[1:]],
     )
+    add_bias(call, result, call["self"])
     return broadcast(call, [result, call["self"]])
 
 
@@ -146,6 +184,5 @@ def bilinear(call: Call) -> Value:
         [(one, [*batch, "i"]), (two, [*batch, "j"]), (call["weight"], ["out", "i", "j"])],
         [*batch, "out"],
     )
-    if call["bias"] is not None:
-        call.same(result.axes[-1], call["bias"].axes[0])
-    return result
+    call.layer(call["weight"], call["bias"])
+    return _with_bias(call, result)

@@ -1,29 +1,77 @@
-"""Batch normalisation folded into the layer before it, and put back.
+"""Batch normalisation when networks are fused: folded, put back, averaged, measured anew.
 
-Hides: how scale and shift become weights and biases. Promises: in eval mode the folded network
-computes what it did (Appendix E of the paper), and so does one whose normalisation was put back.
+Hides: how scale and shift become weights and biases, and which modules keep statistics.
+Promises: in eval mode a folded network computes what it did (Appendix E of the paper), and so does
+one whose normalisation was put back; `calibrate` changes nothing but running statistics.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nafi.errors import SpecError
-from nafi.graph.spec import Axis, ModelSpec
-from nafi.graph.trace import named_tensors, shared_names
+from nafi.graph.spec import ModelSpec
+from nafi.graph.tensors import Kind, TensorSpec
+from nafi.graph.trace import evaluating, named_tensors, run_batches, shared_names
 
+_BatchNorm = nn.modules.batchnorm._BatchNorm
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
 _LAYERS: list[type[nn.Module]] = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d]
 _LAYERS += [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
 _FORWARDS = {kind.forward for kind in _LAYERS}
 _ONE_DIMENSIONAL = (nn.Linear, nn.Conv1d, nn.ConvTranspose1d)
 _THREE_DIMENSIONAL = (nn.Conv3d, nn.ConvTranspose3d)
+# What the tensors of torch's normalisation are for.
+_KINDS = {
+    "weight": Kind.GAIN,
+    "bias": Kind.BIAS,
+    "running_mean": Kind.MEAN,
+    "running_var": Kind.VARIANCE,
+    "num_batches_tracked": Kind.COUNTER,
+}
+
+
+class Normalisation(StrEnum):
+    """What becomes of batch normalisation in a fusion.
+
+    Neurons are always matched with their normalisation folded into the layer before it: only then
+    are the weights what the network computes. The three ways differ in what is merged and returned.
+
+    attach: the folded networks are merged. A new normalisation that changes nothing is put behind
+        every merged layer, so that the result has the modules of the clients and can be trained on.
+    fold: the folded networks are merged, and the result stays folded: it has biases instead.
+    average: the networks are merged as the clients have them, statistics and gains included, once
+        the neurons have their places. Networks that trained on from a common start keep their
+        statistics this way; others need `calibrate` afterwards.
+    """
+
+    ATTACH = "attach"
+    FOLD = "fold"
+    AVERAGE = "average"
+
+    def for_matching(self, model: nn.Module, spec: ModelSpec) -> tuple[nn.Module, ModelSpec]:
+        """The network to match neurons by, and its spec: folded, whatever becomes of it."""
+        return fold_batchnorm(model, spec) if spec.batchnorms else (model, spec)
+
+    @property
+    def merges_unfolded(self) -> bool:
+        """Whether the networks are merged as the clients have them, not folded."""
+        return self is Normalisation.AVERAGE
+
+    def put_back(
+        self, model: nn.Module, spec: ModelSpec, like: nn.Module
+    ) -> tuple[nn.Module, ModelSpec]:
+        """A merged network as it is returned. like: a client's network from before folding."""
+        if self is Normalisation.ATTACH and spec.folded:
+            return attach_batchnorm(model, spec, like=like)
+        return model, spec
 
 
 def fold_batchnorm(
@@ -38,7 +86,7 @@ def fold_batchnorm(
     """
     spec.check_shapes(named_tensors(model))
     twin = copy.deepcopy(model)
-    axes = dict(spec.axes)
+    tensors = dict(spec.tensors)
     wanted = spec.batchnorms if only is None else [p for p in spec.batchnorms if p in only]
     pairs = [pair for pair in wanted if _is_plain(twin, *pair)]
     dropped: set[str] = set()
@@ -46,13 +94,16 @@ def fold_batchnorm(
         layer, norm = twin.get_submodule(layer_name), twin.get_submodule(norm_name)
         _fold(layer, norm)
         _replace(twin, norm, nn.Identity())
-        axes[f"{layer_name}.bias"] = (axes[f"{norm_name}.running_mean"][0],)
-        dropped |= {name for name in spec.axes if name.rpartition(".")[0] == norm_name}
+        weight, bias = _path(layer_name, "weight"), _path(layer_name, "bias")
+        channels = tensors[_path(norm_name, "running_mean")].axes
+        tensors[bias] = TensorSpec(channels, kind=Kind.BIAS)
+        tensors[weight] = replace(tensors[weight], bias=bias)
+        dropped |= {_path(norm_name, name) for name in _KINDS}
     kept = tuple(p for p in spec.pinned if p.tensor not in dropped)
     remaining = tuple(pair for pair in spec.batchnorms if pair not in pairs)
     folded = (*spec.folded, *pairs)
     return twin, _described(
-        twin, replace(spec, batchnorms=remaining, folded=folded, pinned=kept), axes
+        twin, replace(spec, batchnorms=remaining, folded=folded, pinned=kept), tensors
     )
 
 
@@ -66,7 +117,7 @@ def attach_batchnorm(
     the copy has the tensors of that network again.
     """
     twin = copy.deepcopy(model)
-    axes = dict(spec.axes)
+    tensors = dict(spec.tensors)
     for layer_name, norm_name in spec.folded:
         layer = twin.get_submodule(layer_name)
         bias = getattr(layer, "bias", None)
@@ -74,21 +125,70 @@ def attach_batchnorm(
             raise SpecError(f"{layer_name} has no bias, so nothing was folded into it")
         before = like.get_submodule(norm_name) if like is not None else None
         norm = _norm_after(layer, bias, before)
+        tensors |= _norm_tensors(norm, norm_name, tensors[_path(layer_name, "bias")])
         if like is not None and like.get_submodule(layer_name).bias is None:
             _shift_by(norm, bias)
             layer.register_parameter("bias", None)
+            weight = _path(layer_name, "weight")
+            tensors[weight] = replace(tensors[weight], bias=None)
         _replace(twin, twin.get_submodule(norm_name), norm)
-        for name, tensor in norm.state_dict().items():
-            axes[f"{norm_name}.{name}"] = axes[f"{layer_name}.bias"] if tensor.ndim else ()
     back = replace(spec, batchnorms=(*spec.batchnorms, *spec.folded), folded=())
-    return twin, _described(twin, back, axes)
+    return twin, _described(twin, back, tensors)
 
 
-def _described(model: nn.Module, spec: ModelSpec, axes: dict[str, tuple[Axis, ...]]) -> ModelSpec:
-    """The spec with these axes, for the tensors that the network has now."""
+def calibrate(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
+    """Measure the statistics of a network's batch normalisation on some inputs, in place.
+
+    batches: inputs of the network, or tuples that begin with them, as a DataLoader gives; no labels
+        are needed, and some dozens of inputs will do, two or more in each batch
+
+    The mean of neurons that differ varies less than they do. Normalisation that was averaged with
+    its neurons (`nafi.fuse(..., batchnorm="average")`) gives them back the variance they had, once
+    its statistics are those of the fused network (Jordan et al., 2023). Returns the network, in
+    eval mode.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    try:
+        with evaluating(model):  # which puts statistics back as well, whatever happens
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # the mean over all batches
+                norm.train()
+            run_batches(model, batches, "calibrate")
+            measured = [{n: b.clone() for n, b in norm.named_buffers()} for norm in norms]
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    for norm, statistics in zip(norms, measured, strict=True):
+        norm.load_state_dict(statistics, strict=False)
+    return model.eval()
+
+
+def _path(module: str, name: str) -> str:
+    """The full name of a module's own tensor; the root module has no name."""
+    return f"{module}.{name}".removeprefix(".")
+
+
+def _norm_tensors(norm: nn.Module, path: str, like: TensorSpec) -> dict[str, TensorSpec]:
+    """The tensors of a normalisation of the same channels as a bias."""
+    state = norm.state_dict()
+    bias = _path(path, "bias") if "bias" in state else None
+    return {
+        _path(path, name): TensorSpec(
+            like.axes if tensor.ndim else (),
+            kind=_KINDS[name],
+            bias=bias if _KINDS[name] is Kind.GAIN else None,
+        )
+        for name, tensor in state.items()
+    }
+
+
+def _described(model: nn.Module, spec: ModelSpec, tensors: dict[str, TensorSpec]) -> ModelSpec:
+    """The spec of the tensors that the network has now."""
     aliases = shared_names(model)
     names = [name for name in named_tensors(model) if name not in aliases]
-    return replace(spec, axes={name: axes[name] for name in names}, aliases=aliases)
+    return replace(spec, tensors={name: tensors[name] for name in names}, aliases=aliases)
 
 
 def _is_plain(model: nn.Module, layer: str, norm: str) -> bool:
@@ -100,7 +200,7 @@ def _is_plain(model: nn.Module, layer: str, norm: str) -> bool:
 
 
 def _fold(layer: nn.Module, norm: nn.Module) -> None:
-    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    assert isinstance(norm, _BatchNorm)
     weight, bias = layer.weight, layer.bias
     mean, variance = norm.running_mean, norm.running_var
     if not (
@@ -128,17 +228,15 @@ def _scaled_outputs(layer: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
     return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
 
 
-def _norm_after(
-    layer: nn.Module, bias: Tensor, before: nn.Module | None
-) -> nn.modules.batchnorm._BatchNorm:
+def _norm_after(layer: nn.Module, bias: Tensor, before: nn.Module | None) -> _BatchNorm:
     """A normalisation that changes nothing in eval mode, in other ways like the one before."""
-    kind: type[nn.modules.batchnorm._BatchNorm] = nn.BatchNorm2d
+    kind: type[_BatchNorm] = nn.BatchNorm2d
     if isinstance(layer, _ONE_DIMENSIONAL):
         kind = nn.BatchNorm1d
     elif isinstance(layer, _THREE_DIMENSIONAL):
         kind = nn.BatchNorm3d
     options: dict[str, Any] = {"device": bias.device, "dtype": bias.dtype}
-    if isinstance(before, nn.modules.batchnorm._BatchNorm):
+    if isinstance(before, _BatchNorm):
         options |= {"eps": before.eps, "momentum": before.momentum, "affine": before.affine}
     norm = kind(len(bias), **options)
     assert norm.running_var is not None
@@ -147,7 +245,7 @@ def _norm_after(
     return norm
 
 
-def _shift_by(norm: nn.modules.batchnorm._BatchNorm, bias: Tensor) -> None:
+def _shift_by(norm: _BatchNorm, bias: Tensor) -> None:
     """Let the normalisation add a bias: by its shift, or by its mean if it has none."""
     with torch.no_grad():
         if norm.affine:
