@@ -55,10 +55,12 @@ TRAINING = ("epochs", "batch", "optimiser", "rate")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", choices=["node", "server"])
-    fault = parser.parse_args().fault
+    parser.add_argument("--rounds", type=int, default=SETTINGS["rounds"])
+    options = parser.parse_args()
+    SETTINGS["rounds"] = options.rounds
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that all is cleaned up
     with tempfile.TemporaryDirectory() as folder:
-        accuracy, seconds, records = run(Path(folder), fault)
+        accuracy, seconds, records = run(Path(folder), options.fault)
     for record in records:
         told = f", refused: {record['refused']}" if record["refused"] else ""
         print(
