@@ -69,6 +69,7 @@ def complaint(
     return told
 
 
+@pytest.mark.slow
 def test_demo_fuses_the_digits_of_eight_clients(tmp_path: Path) -> None:
     """Over six seeds the fused models are 21 and 28 points better than clients alone (sd 3, 5)."""
     gains, neurons = [], []

@@ -28,6 +28,7 @@ def numbers(line: str) -> list[float]:
     return [float(word) for word in re.findall(r"\d+\.?\d*", line)]
 
 
+@pytest.mark.slow
 def test_three_checkpoints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ def test_three_checkpoints(
     assert 40 <= int(found[1]) <= 80  # at most twice as wide
 
 
+@pytest.mark.slow
 def test_custom_network(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +60,7 @@ def test_custom_network(
         assert 16 <= int(widths["block.0"]) <= 48
 
 
+@pytest.mark.slow
 def test_federation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = r"(.+), round (\d), widths \[(\d+), (\d+)\], (\d+) kB: ([\d.]+)%"
     found = [
@@ -76,6 +79,7 @@ def test_federation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert [int(row[4]) for row in found[:3]] == [round(6 * 2 * 4 * parameters / 1e3)] * 3
 
 
+@pytest.mark.slow
 def test_monai_unet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed("monai_unet.py", capsys, monkeypatch, "--quick")
     assert lines[0].startswith("4 groups of 24 neurons")

@@ -132,6 +132,7 @@ def test_a_resumed_run_computes_what_is_missing_only(tmp_path: Path) -> None:
     assert len(read_records(file)) == 8
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_records(tmp_path: Path) -> None:
     experiment = Experiment(**{**SMALL, "trials": 1})
     one = run_experiment(experiment, tmp_path / "1.jsonl", jobs=1, resume=False, progress=quiet)
@@ -155,6 +156,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """Killed without warning in the middle; the second run ends it."""
     toml = tmp_path / "my.toml"
@@ -197,6 +199,7 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
     assert rows.training.model_dump() == {"epochs": 10, "batch": 32, "rate": 0.01, "decay": 1e-6}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_data")
 @pytest.mark.parametrize(
     "name", ["mnist-layers", "mnist-poison", "mnist-size", "cifar10", "carvana"]
@@ -242,6 +245,7 @@ ROUNDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_data")
 def test_an_experiment_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round is recorded; the choice is by validation; the control has the other's widths."""

@@ -75,6 +75,7 @@ def test_the_app_comes_to_the_model_of_a_run_in_one_process(written: Path, tmp_p
     assert module("task").evaluate(model) == {"accuracy": pytest.approx(100 * right / len(test))}
 
 
+@pytest.mark.slow
 def test_flowers_simulation_comes_to_the_model_of_a_run_in_one_process(
     written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

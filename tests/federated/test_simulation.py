@@ -104,6 +104,7 @@ def progress(told, done, total):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layerwise"])
 def test_a_killed_process_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
     whole, file = tmp_path / "whole.safetensors", tmp_path / "killed.safetensors"
@@ -136,6 +137,7 @@ messages.save_file = half
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_writes_leaves_the_round_before(tmp_path: Path) -> None:
     whole, file = tmp_path / "whole.safetensors", tmp_path / "killed.safetensors"
     strategy = made("layerwise")
@@ -151,6 +153,7 @@ def test_a_process_killed_while_it_writes_leaves_the_round_before(tmp_path: Path
     assert file.stat().st_mode & 0o777 == 0o600  # it holds the weights of every client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "what"), [("fedavg", "nothing"), ("layerwise", "crash")])
 def test_two_workers_do_what_one_does(name: str, what: str) -> None:
     """Also where a client fails in one round."""
@@ -275,6 +278,7 @@ class Dying:
         return self.trainer(client, task)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced() -> None:
     strategy = made("fedavg")
     run = simulate(

@@ -107,6 +107,7 @@ def test_permuted_copies_fuse_to_the_same_masks(method: str, transposed: bool) -
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_decoder_reads_both_groups_each_at_its_offset() -> None:
     """Skip and below have different widths and orders: a wrong offset gives another function."""
     model = with_statistics()
@@ -135,6 +136,7 @@ def swapped(tensors: dict[str, Tensor] | object, spec: ModelSpec) -> dict[str, T
     return {**tensors, "up.1.conv1.weight": turned}
 
 
+@pytest.mark.slow
 def test_the_order_of_a_client_s_neurons_matters_in_no_round() -> None:
     """Two clients train in all rounds; one of them comes with its neurons in another order."""
     data = {str(s): shapes(6, s, bright) for s, bright in enumerate((90.0, -90.0))}

@@ -17,7 +17,7 @@ from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import PAPER, train_clients
 from nafi.federated.samples import Samples
 
-pytestmark = pytest.mark.usefixtures("real_data")
+pytestmark = [pytest.mark.usefixtures("real_data"), pytest.mark.slow]
 
 CLIENTS = 10
 
