@@ -50,6 +50,7 @@ SETTINGS: dict[str, Any] = {
     "seed": 0,
 }
 TRAINING = ("epochs", "batch", "optimiser", "rate")
+RESULT = "digits.safetensors"
 
 
 def main() -> None:
@@ -84,7 +85,7 @@ def run(folder: Path, fault: str | None = None) -> tuple[float, float, Records]:
         sys.path.insert(0, str(app))
         try:
             task = importlib.import_module("app_digits.task")
-            model = nafi.load(federation.folder / "digits.safetensors", task.network)
+            model = nafi.load(federation.folder / RESULT, task.network)
             check(model, expected(task, missing))
             return float(task.evaluate(model)["accuracy"]), seconds, _records(federation)
         finally:
@@ -113,7 +114,7 @@ def _job(federation: Deployment, app: Path, fault: str | None) -> tuple[str | No
 
 
 def _completed(federation: Deployment, number: str) -> None:
-    status = federation.wait(number, 400)
+    status = federation.wait(number, 400, federation.folder / RESULT)
     if status != "finished:completed":
         raise RuntimeError(f"the run ended as {status}:\n{federation.tail('server')}")
 
