@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("random", derandomize=False, database=None, print_blob=True)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("random", deadline=None, database=None, print_blob=True)
 settings.load_profile("repeatable")
 
 

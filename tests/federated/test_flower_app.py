@@ -86,7 +86,7 @@ def test_flowers_simulation_comes_to_the_model_of_a_run_in_one_process(
     architecture = Architecture(task.network, task.INPUTS)
     strategy = make_strategy("layerwise", architecture, Training(**SETTINGS), **OPTIONS)
     federation = Federation(
-        strategy, nodes=3, wait=120.0, deadline=120.0, acceptance=Acceptance(classes=10)
+        strategy, nodes=3, wait=600.0, deadline=600.0, acceptance=Acceptance(classes=10)
     )
     server = ServerApp()
 
