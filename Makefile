@@ -3,23 +3,35 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 # Two workers with one thread each: more threads than cores only wait for each other.
-PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-browser test-federation fuzz lint bench format venv clean
+.PHONY: demo test test-fast test-machines test-browser test-federation fuzz lint bench format venv clean
 
 demo: .venv/ready
 	$(BIN)/nafi demo
 
 test: lint
-	$(PYTEST)
+	$(THREADS) $(PYTEST)
+
+# The inner loop, under 90 seconds: all but the tests that are marked as slow. Every module is covered.
+test-fast: .venv/ready-dev
+	$(THREADS) $(PYTEST) -m 'not browser and not slow'
+
+# All tests as other machines would run them: other kernels, threads and orders. Some 25 minutes.
+test-machines: .venv/ready-dev
+	PYTEST='$(PYTEST)' .ci/machines
 
 # Looks at a report in headless Chromium (Debian: apt-get install chromium).
 test-browser: .venv/ready-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_browser.py
 
 # 10,000 malformed files, messages and configurations for each of ten readers; ten minutes.
+# Other ones each time: make fuzz SEED=... draws those of an earlier run.
 fuzz: .venv/ready-dev
-	NAFI_FUZZ_CASES=10000 $(PYTEST) tests/fuzz
+	@seed=$${SEED:-$$(date +%s)}; echo "make fuzz SEED=$$seed"; \
+	NAFI_FUZZ_CASES=10000 $(THREADS) $(PYTEST) \
+		--hypothesis-profile=random --hypothesis-seed=$$seed tests/fuzz
 
 # A federation over TLS with node keys, on this machine, through faults; some minutes.
 test-federation: .venv/ready-dev

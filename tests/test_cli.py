@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from typer.testing import CliRunner
@@ -19,17 +22,35 @@ from nafi.fusion import METHODS, make_method
 RUN = "from nafi.cli import main; main()"
 
 
-def run(
+def started(
     *arguments: str, cwd: Path | None = None, code: str = RUN
 ) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        cwd=cwd,
-        timeout=120,
+        timeout=300,
         check=False,
+        cwd=cwd,
     )
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which saves its start."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(out), redirect_stderr(err):
+        patched.chdir(cwd)
+        patched.setattr(sys, "argv", ["nafi", *arguments])
+        patched.setattr(sys, "path", list(sys.path))
+        patched.setattr(sys, "dont_write_bytecode", True)
+        patched.delitem(sys.modules, "networks", raising=False)
+        try:
+            main()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        sys.modules.pop("networks", None)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def complaint(
@@ -54,17 +75,24 @@ def complaint(
     return told
 
 
+@pytest.mark.slow
 def test_demo_fuses_the_digits_of_eight_clients(tmp_path: Path) -> None:
-    done = run("demo", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    rows = {row["method"]: row for row in result["rows"]}
-    assert {"fedavg", "rebasin", "ot", "pfnm", "nafi", "ensemble"} <= set(rows)
-    assert len(result["local"]) == 8
-    for method in ("nafi", "pfnm"):
-        assert rows[method]["accuracy"] > max(result["local"])
-        assert rows[method]["neurons"] < rows["ensemble"]["neurons"] / 2
-    assert rows["nafi"]["neurons"] < rows["nafi, penalty 0.2"]["neurons"] < rows["pfnm"]["neurons"]
+    """Over six seeds the fused models are 21 and 28 points better than clients alone (sd 3, 5)."""
+    gains, neurons = [], []
+    methods = ("nafi", "nafi, penalty 0.2", "pfnm")
+    for seed in range(3):
+        done = run("demo", "--json", "--seed", str(seed), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout)
+        rows = {row["method"]: row for row in result["rows"]}
+        assert {"fedavg", "rebasin", "ot", "ensemble", *methods} <= set(rows)
+        assert len(result["local"]) == 8
+        assert rows["ensemble"]["neurons"] == 8 * 50
+        gains.append([rows[m]["accuracy"] - fmean(result["local"]) for m in methods[::2]])
+        neurons.append([rows[m]["neurons"] for m in methods])
+    assert min(map(fmean, zip(*gains, strict=True))) > 8, gains
+    narrow, middle, wide = map(fmean, zip(*neurons, strict=True))  # 59, 92 and 168 over six seeds
+    assert narrow < middle < wide < 8 * 50 / 2, neurons
     assert (tmp_path / "nafi-demo.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["nafi-demo.png"]
 
@@ -84,8 +112,8 @@ def test_what_a_user_can_mend_is_told_in_a_line(
 
 
 def test_unknown_command_and_version() -> None:
-    assert run("demoo").returncode == 2
-    done = run("--version")
+    assert started("demoo").returncode == 2
+    done = started("--version")
     assert (done.returncode, done.stdout) == (0, f"nafi {nafi.__version__}\n")
 
 
@@ -218,7 +246,7 @@ main()
 
 @pytest.mark.parametrize("command", ["demo", "run --list", "report ."])
 def test_what_needs_the_laboratory_says_how_to_install_it(command: str, tmp_path: Path) -> None:
-    done = run(*command.split(), cwd=tmp_path, code=WITHOUT_LAB)
+    done = started(*command.split(), cwd=tmp_path, code=WITHOUT_LAB)
     assert done.returncode == 2
     hint = r"nafi: this needs \w+, which is not installed: pip install 'nafi\[lab\]'\n"
     assert re.fullmatch(hint, done.stderr), done.stderr

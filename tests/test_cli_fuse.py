@@ -1,4 +1,4 @@
-"""`nafi fuse` as a user meets it: in a process of its own."""
+"""`nafi fuse` as a user meets it."""
 
 from __future__ import annotations
 

@@ -50,15 +50,18 @@ SETTINGS: dict[str, Any] = {
     "seed": 0,
 }
 TRAINING = ("epochs", "batch", "optimiser", "rate")
+RESULT = "digits.safetensors"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", choices=["node", "server"])
-    fault = parser.parse_args().fault
+    parser.add_argument("--rounds", type=int, default=SETTINGS["rounds"])
+    options = parser.parse_args()
+    SETTINGS["rounds"] = options.rounds
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that all is cleaned up
     with tempfile.TemporaryDirectory() as folder:
-        accuracy, seconds, records = run(Path(folder), fault)
+        accuracy, seconds, records = run(Path(folder), options.fault)
     for record in records:
         told = f", refused: {record['refused']}" if record["refused"] else ""
         print(
@@ -82,7 +85,7 @@ def run(folder: Path, fault: str | None = None) -> tuple[float, float, Records]:
         sys.path.insert(0, str(app))
         try:
             task = importlib.import_module("app_digits.task")
-            model = nafi.load(federation.folder / "digits.safetensors", task.network)
+            model = nafi.load(federation.folder / RESULT, task.network)
             check(model, expected(task, missing))
             return float(task.evaluate(model)["accuracy"]), seconds, _records(federation)
         finally:
@@ -111,7 +114,7 @@ def _job(federation: Deployment, app: Path, fault: str | None) -> tuple[str | No
 
 
 def _completed(federation: Deployment, number: str) -> None:
-    status = federation.wait(number, 400)
+    status = federation.wait(number, 400, federation.folder / RESULT)
     if status != "finished:completed":
         raise RuntimeError(f"the run ended as {status}:\n{federation.tail('server')}")
 

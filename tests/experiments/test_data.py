@@ -40,6 +40,7 @@ def test_mnist_is_whole() -> None:
     assert float(data.train.inputs.mean()) == pytest.approx(0.1307, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_data")
 def test_cifar10_is_whole() -> None:
     data = cifar10()

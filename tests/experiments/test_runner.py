@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +78,8 @@ def test_records_hold_what_is_needed_to_run_them_again(tmp_path: Path) -> None:
     last = cells(experiment)[-1]
     assert seen[-1] == (f"{last.method.name}, 3 clients, trial 1", 16, 16)
     nafi = next(r for r in records if r["method"] == "nafi")
-    assert nafi["chosen"]["penalty"] in (0.05, 0.4)
+    best = max(nafi["candidates"], key=lambda entry: entry["validation"])
+    assert nafi["chosen"] == best["options"]
     assert set(nafi["versions"]) == {"nafi", "torch", "numpy", "scipy"}
     assert nafi["config"]["training"]["epochs"] == 3
     assert all(width <= 3 * 12 for width in nafi["widths"])
@@ -133,6 +132,7 @@ def test_a_resumed_run_computes_what_is_missing_only(tmp_path: Path) -> None:
     assert len(read_records(file)) == 8
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_records(tmp_path: Path) -> None:
     experiment = Experiment(**{**SMALL, "trials": 1})
     one = run_experiment(experiment, tmp_path / "1.jsonl", jobs=1, resume=False, progress=quiet)
@@ -140,30 +140,40 @@ def test_two_processes_give_the_same_records(tmp_path: Path) -> None:
     assert without_times(one) == without_times(two)
 
 
+# A process that ends itself without warning, from a thread, when it has written five records.
+KILLED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from nafi.cli import main
+
+def watch(out):
+    while not (out.exists() and out.read_bytes().count(b"\\n") >= 5):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=watch, args=(Path(sys.argv[-1]),), daemon=True).start()
+main()
+"""
+
+
+@pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """Killed without warning in the middle; the second run ends it."""
     toml = tmp_path / "my.toml"
     toml.write_text(
-        'name = "my"\ntitle = "Mine"\ndata = "digits"\nclients = [3]\ntrials = 40\nwidth = 10\n'
+        'name = "my"\ntitle = "Mine"\ndata = "digits"\nclients = [3]\ntrials = 8\nwidth = 10\n'
         'training = { epochs = 2 }\n[[methods]]\nname = "nafi"\nmethod = "nafi"\n'
         '[[methods]]\nname = "local"\nmethod = "local"\n'
     )
     out = tmp_path / "my.jsonl"
-    code = "from nafi.cli import main; main()"
-    command = [sys.executable, "-c", code, "run", str(toml), "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (out.exists() and len(out.read_text().splitlines()) >= 5):
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    command = [sys.executable, "-c", KILLED, "run", str(toml), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, timeout=300, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     half = [r for r in read_records(out) if r]
-    assert 5 <= len(half) < 80
+    assert 5 <= len(half) < 16
     experiment = load_experiment(str(toml))
     records = run_experiment(experiment, out, jobs=1, resume=True, progress=quiet)
-    assert len(records) == len(read_records(out)) == 80
+    assert len(records) == len(read_records(out)) == 16
     assert records[: len(half)] == half  # kept as they were, seconds included
 
 
@@ -189,6 +199,7 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
     assert rows.training.model_dump() == {"epochs": 10, "batch": 32, "rate": 0.01, "decay": 1e-6}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_data")
 @pytest.mark.parametrize(
     "name", ["mnist-layers", "mnist-poison", "mnist-size", "cifar10", "carvana"]
@@ -197,7 +208,10 @@ def test_quick_profiles_run(name: str, tmp_path: Path) -> None:
     experiment = load_experiment(name, "quick")
     records = run_experiment(experiment, tmp_path / "q.jsonl", jobs=1, resume=False, progress=quiet)
     assert len(records) == len(cells(experiment))
-    assert all(0 <= record["test"] <= 100 for record in records)
+    for record in records:
+        tested = [entry["test"] for entry in record["candidates"]]
+        assert record["test"] in tested
+        assert record["test_picked"] == max(tested)
 
 
 @pytest.mark.usefixtures("real_data")
@@ -231,6 +245,7 @@ ROUNDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_data")
 def test_an_experiment_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round is recorded; the choice is by validation; the control has the other's widths."""

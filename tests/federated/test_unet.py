@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,12 +11,21 @@ from torch import Tensor, nn
 
 import nafi
 from nafi.experiments.config import RoundsExperiment, load_experiment
-from nafi.experiments.entries import dice
 from nafi.experiments.models import UNet, unet_widths
 from nafi.experiments.problems import bce_and_dice
-from nafi.federated import Architecture, Layerwise, Samples, Trainer, Training, simulate, train
-from nafi.fusion.descent import Matcher
+from nafi.federated import (
+    Architecture,
+    Layerwise,
+    Samples,
+    Task,
+    Trainer,
+    Training,
+    Update,
+    make_strategy,
+    simulate,
+)
 from nafi.graph import fold_batchnorm, groups, permute
+from nafi.graph.permute import permute_state
 from nafi.graph.spec import ModelSpec
 from tests.federated.networks import passed
 
@@ -36,13 +46,15 @@ def shapes(count: int, seed: int, bright: float) -> Samples:
     return Samples(images.clamp(0, 255).to(torch.uint8), masks)
 
 
-def trained(seed: int, transposed: bool = False) -> nn.Module:
+def with_statistics(transposed: bool = False) -> nn.Module:
     """A small U-Net with weights and statistics of its own."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = UNet(WIDTHS, transposed=transposed)
-    training = Training(epochs=3, batch=6, optimiser="adam", rate=0.01)
-    train(model, shapes(24, seed, 80.0), training, seed=seed, loss=bce_and_dice)
-    return model.eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias)
+    return nafi.calibrate(model.eval(), [shapes(24, 0, 80.0).inputs.float() / 255])
 
 
 def test_the_widths_of_the_paper() -> None:
@@ -62,7 +74,7 @@ def test_the_widths_of_the_paper() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_folding_keeps_the_masks(transposed: bool) -> None:
-    model = trained(0, transposed)
+    model = with_statistics(transposed)
     x = shapes(4, 9, 80.0).inputs.float() / 255
     spec = groups(model, (x,))
     folded, folded_spec = fold_batchnorm(model, spec)
@@ -86,19 +98,19 @@ def copies(model: nn.Module, spec: ModelSpec, count: int) -> list[nn.Module]:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("method", ["nafi", "ot"])
 def test_permuted_copies_fuse_to_the_same_masks(method: str, transposed: bool) -> None:
-    model = trained(0, transposed)
+    model = with_statistics(transposed)
     x = shapes(6, 9, 80.0).inputs.float() / 255
     spec = groups(model, (x[:2],))
     result = nafi.fuse([model, *copies(model, spec, 2)], (x[:2],), method=method)
     with torch.no_grad():
         found, expected = result.model(x), model(x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(found > 0, expected > 0)
 
 
+@pytest.mark.slow
 def test_a_decoder_reads_both_groups_each_at_its_offset() -> None:
     """Skip and below have different widths and orders: a wrong offset gives another function."""
-    model = trained(0)
+    model = with_statistics()
     x = shapes(4, 9, 80.0).inputs.float() / 255
     architecture = Architecture(partial(UNet, WIDTHS), (x[:2],))
     spec = architecture.spec
@@ -124,26 +136,33 @@ def swapped(tensors: dict[str, Tensor] | object, spec: ModelSpec) -> dict[str, T
     return {**tensors, "up.1.conv1.weight": turned}
 
 
-def test_layer_by_layer_beats_every_client_alone() -> None:
-    """One client knows bright boxes, one dark ones, one faint ones; the test has all."""
-    kinds = (90.0, -90.0, 50.0)
-    data = {str(s): shapes(20, s, bright) for s, bright in enumerate(kinds)}
-    parts = [shapes(10, 50 + s, bright) for s, bright in enumerate(kinds)]
-    test = Samples(torch.cat([p.inputs for p in parts]), torch.cat([p.labels for p in parts]))
-    example = (torch.zeros(2, 3, SIDE, SIDE),)
-    architecture = Architecture(partial(UNet, unet_widths(3)), example)
-    training = Training(epochs=2, batch=5, optimiser="adam", rate=0.01)
-    alone = []
-    for s, (client, samples) in enumerate(data.items()):
-        model = architecture.filled(
-            architecture.form, architecture.drawn(architecture.form, 100 + s)
-        )
-        whole = Training(epochs=2 * 19, batch=5, optimiser="adam", rate=0.01)
-        train(model, samples, whole, seed=s, loss=bce_and_dice)
-        alone.append(dice(model, test))
-        assert client == str(s)
-    matcher = Matcher(penalty=0.05, evidence=100.0)
-    strategy = Layerwise(architecture, training, 19, matcher=matcher, max_width=2.0)
+def precise(samples: Samples) -> Samples:
+    return Samples(samples.inputs.double() / 255, samples.labels.double())
+
+
+@pytest.mark.slow
+def test_the_order_of_a_client_s_neurons_matters_in_no_round() -> None:
+    """Two clients train in all rounds; one of them comes with its neurons in another order.
+
+    In double precision: training makes more of rounding errors with every step.
+    """
+    data = {str(s): precise(shapes(6, s, bright)) for s, bright in enumerate((90.0, -90.0))}
+    x = precise(shapes(4, 9, 80.0)).inputs
+    architecture = Architecture(lambda: UNet(WIDTHS).double(), (x[:2],))
+    training = Training(epochs=1, batch=3, rate=0.01)
+    strategy = make_strategy("layerwise", architecture, training, rounds=19, max_width=1.5)
     work = Trainer(architecture, data, loss=bce_and_dice)
-    run = simulate(strategy, list(data), work)
-    assert dice(run.model, test) > max(alone)
+    spec, generator = architecture.spec, torch.Generator().manual_seed(3)
+    orders = {n: torch.randperm(g.width, generator=generator) for n, g in spec.groups.items()}
+
+    def shuffled(client: str, task: Task) -> tuple[Update, float]:
+        update, loss = work(client, task)
+        if task.round == 0 and client == "1":
+            update = replace(update, tensors=permute_state(update.tensors, spec, orders))
+        return update, loss
+
+    one, two = (simulate(strategy, list(data), train) for train in (work, shuffled))
+    assert [r["widths"] for r in one.records] == [r["widths"] for r in two.records]
+    assert one.records[-1]["widths"] != list(spec.widths.values())
+    with torch.no_grad():
+        torch.testing.assert_close(one.model(x), two.model(x), rtol=1e-6, atol=1e-6)

@@ -14,10 +14,8 @@ from nafi.graph.permute import random_permutations
 from tests.fusion.networks import gap
 from tests.graph import zoo
 
-NAMES = [entry.name for entry in zoo.OURS + zoo.FOREIGN]
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", zoo.tested())
 def test_permuted_copies_fuse_back(name: str) -> None:
     model, inputs = zoo.seeded(name)
     model = model.eval()

@@ -17,7 +17,7 @@ from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import PAPER, train_clients
 from nafi.federated.samples import Samples
 
-pytestmark = pytest.mark.usefixtures("real_data")
+pytestmark = [pytest.mark.usefixtures("real_data"), pytest.mark.slow]
 
 CLIENTS = 10
 
@@ -63,31 +63,36 @@ def clients(seed: int, hidden: int = 1) -> Trained:
 
 
 def test_matching_beats_the_clients_and_their_mean() -> None:
-    trained = clients(0)
-    local = float(np.mean([trained.accuracy(model) for model in trained.models]))
-    averaged, _ = trained.fused("fedavg")
-    found = {method: trained.fused(method)[0] for method in ("nafi", "pfnm")}
-    assert averaged < local  # independent initialisations do not average
-    assert min(found.values()) > local + 10
-    assert min(found.values()) > averaged + 10
+    """Means over three seeds; behind each bar, what ten runs came to, with their deviations.
 
-
-def test_at_equal_width_the_penalty_does_not_hurt() -> None:
-    """The mean over three seeds, both at twice the local width."""
-    pairs = []
+    At equal widths, nafi and pfnm are about as good as each other here.
+    """
+    found = []
     for seed in range(3):
         trained = clients(seed)
+        local = float(np.mean([trained.accuracy(model) for model in trained.models]))
+        averaged, _ = trained.fused("fedavg")
+        nafi, pfnm = (trained.fused(method)[0] for method in ("nafi", "pfnm"))
         one, widths = trained.fused("nafi", penalty=0.1, max_width=2.0)
         two, limited = trained.fused("pfnm", max_width=2.0)
         assert limited == widths == {"layers.0": 200}
-        pairs.append((one, two))
-    nafi_mean, pfnm_mean = np.mean(pairs, axis=0)
-    assert nafi_mean >= pfnm_mean, pairs
+        found.append([local - averaged, nafi - local, pfnm - local, one - two])
+    fell, nafi_gain, pfnm_gain, penalised = np.mean(found, axis=0)
+    assert fell > 20, found  # independent initialisations do not average: 50, 7
+    assert nafi_gain > 10, found  # 22, 4
+    assert pfnm_gain > 10, found  # 25, 2.5
+    assert penalised > -3, found  # 0.4, 1.2
 
 
 def test_two_hidden_layers() -> None:
-    trained = clients(0, hidden=2)
-    local = float(np.mean([trained.accuracy(model) for model in trained.models]))
-    accuracy, widths = trained.fused("nafi")
-    assert max(widths.values()) <= 250
-    assert accuracy > max(85, local + 10)
+    """Means over three seeds."""
+    found = []
+    for seed in range(3):
+        trained = clients(seed, hidden=2)
+        local = float(np.mean([trained.accuracy(model) for model in trained.models]))
+        accuracy, widths = trained.fused("nafi")
+        found.append([accuracy, accuracy - local, max(widths.values())])
+    accuracy, gain, width = np.mean(found, axis=0)
+    assert accuracy > 80, found  # 90, 2
+    assert gain > 15, found  # 22, 1
+    assert width < 250, found  # 172, 10

@@ -65,7 +65,6 @@ fuzzed = settings(
     max_examples=CASES,
     deadline=None,
     database=None,
-    derandomize=CASES < 1000,
     suppress_health_check=list(HealthCheck),
 )
 

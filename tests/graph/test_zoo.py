@@ -137,14 +137,14 @@ def together(spec: ModelSpec, model: nn.Module, group: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", list(ENTRIES))
+@pytest.mark.parametrize("name", zoo.tested())
 def test_permuting_every_group_leaves_the_function(name: str) -> None:
     model, inputs, spec = analysed(name)
     expected = outputs(model, inputs)
     assert gap(outputs(permute(model, spec, random_orders(spec, 1)), inputs), expected) < 1e-9
 
 
-@pytest.mark.parametrize("name", list(ENTRIES))
+@pytest.mark.parametrize("name", zoo.tested())
 def test_coverage(name: str) -> None:
     model, _, spec = analysed(name)
     count, share = COVERAGE[name]
@@ -161,7 +161,7 @@ def test_all_hidden_units_of_the_papers_networks_are_in_groups(name: str) -> Non
         assert places or pin.reason in ("model input", "model output"), pin
 
 
-@pytest.mark.parametrize("name", list(ENTRIES))
+@pytest.mark.parametrize("name", zoo.tested())
 def test_gather_and_scatter_are_inverse(name: str) -> None:
     model, _, spec = analysed(name)
     state = dict(model.state_dict())
@@ -197,7 +197,7 @@ def widened(name: str) -> list[tuple[dict[str, int], nn.Module]]:
     return made
 
 
-@pytest.mark.parametrize("name", list(ENTRIES))
+@pytest.mark.parametrize("name", zoo.tested())
 def test_wider_with_zeros_or_unread_neurons_is_the_same_function(name: str) -> None:
     model, inputs, spec = analysed(name)
     expected = outputs(model, inputs)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -1133,3 +1135,9 @@ def seeded(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The network of this name, always the same, and its inputs."""
     torch.manual_seed(0)
     return named(name).build(), named(name).example_inputs()
+
+
+def tested() -> list[Any]:
+    """The names of all networks; those of other packages take long to import and to trace."""
+    foreign = [pytest.param(entry.name, marks=pytest.mark.slow) for entry in FOREIGN]
+    return [*(entry.name for entry in OURS), *foreign]
