@@ -64,7 +64,16 @@ RESERVED = {
     "flwr": {"federated"},
 }
 # Packages that import from other packages only what their `__init__` exports.
-SHALLOW = {"__init__", "checkpoints", "factories", "files", "graph", "manifest", "matching"}
+SHALLOW = {
+    "__init__",
+    "checkpoints",
+    "factories",
+    "files",
+    "fusion",
+    "graph",
+    "manifest",
+    "matching",
+}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

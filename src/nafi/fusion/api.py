@@ -19,8 +19,7 @@ from nafi.fusion.clients import Array, check_clients
 from nafi.fusion.method import Method, Progress
 from nafi.fusion.registry import make_method
 from nafi.fusion.result import FusionResult
-from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import Inputs, check_inputs
+from nafi.graph import Inputs, ModelSpec, check_inputs
 
 Validate = Callable[[nn.Module], float]
 

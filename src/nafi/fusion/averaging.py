@@ -16,8 +16,7 @@ from nafi.errors import InputError
 from nafi.fusion.clients import Clients
 from nafi.fusion.method import Method, Progress
 from nafi.fusion.result import FusionResult
-from nafi.graph.spec import ModelSpec, holds_numbers, widened
-from nafi.graph.trace import Inputs, named_tensors
+from nafi.graph import Inputs, ModelSpec, holds_numbers, named_tensors, widened
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, check_clip
 from nafi.fusion.screen import Screen
 from nafi.fusion.widths import MAX_WIDTH, MaxWidth, width_limits
-from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import Inputs
+from nafi.graph import Inputs, ModelSpec
 from nafi.matching import DIVERGENCES
 from nafi.options import Constraint, number, one_of, option
 

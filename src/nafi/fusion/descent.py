@@ -17,8 +17,7 @@ from nafi.fusion.features import Moments, Table, known_share
 from nafi.fusion.heads import comparable
 from nafi.fusion.method import Alignment, Progress
 from nafi.fusion.networks import Networks
-from nafi.graph.lift import Positions
-from nafi.graph.spec import ModelSpec
+from nafi.graph import ModelSpec, Positions
 from nafi.matching import POPULARITY, Index, Matching, match
 from nafi.options import Options, number, one_of, option, optional, whole
 

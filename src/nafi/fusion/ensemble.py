@@ -18,8 +18,7 @@ from nafi.errors import InputError
 from nafi.fusion.clients import Clients
 from nafi.fusion.method import Method, Progress
 from nafi.fusion.result import FusionResult
-from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import Inputs, evaluating, first_line
+from nafi.graph import Inputs, ModelSpec, evaluating, first_line
 from nafi.options import one_of, option
 
 AVERAGES = ("logits", "probabilities")

@@ -15,7 +15,7 @@ from nafi.fusion.clients import Array
 from nafi.fusion.features import Moments, Table, summary, table
 from nafi.fusion.networks import Networks
 from nafi.graph import Placements, Role
-from nafi.matching.columns import Index
+from nafi.matching import Index
 
 
 def comparable(

@@ -21,10 +21,7 @@ from nafi.fusion.merge import fused_network
 from nafi.fusion.networks import Networks, prepare
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
-from nafi.graph import Normalisation
-from nafi.graph.lift import Placement, Positions, Shares
-from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import Inputs
+from nafi.graph import Inputs, ModelSpec, Normalisation, Placement, Positions, Shares
 from nafi.matching import Index, Matching
 from nafi.options import SWITCH, Options, one_of, option
 

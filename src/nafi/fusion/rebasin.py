@@ -21,11 +21,7 @@ from nafi.fusion.heads import pair_heads
 from nafi.fusion.method import AligningMethod, Alignment, Progress
 from nafi.fusion.networks import Networks
 from nafi.fusion.transport import align_to_one
-from nafi.graph.lift import Placement, Positions
-from nafi.graph.neurons import gather
-from nafi.graph.permute import permute_state
-from nafi.graph.spec import ModelSpec, holds_numbers
-from nafi.graph.trace import Inputs
+from nafi.graph import Inputs, ModelSpec, Placement, Positions, gather, holds_numbers, permute_state
 from nafi.options import option, whole
 
 State = Mapping[str, Tensor]

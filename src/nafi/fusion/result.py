@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from nafi.graph.spec import ModelSpec
+from nafi.graph import ModelSpec
 from nafi.matching import Index, Matching
 
 

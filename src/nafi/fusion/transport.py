@@ -20,10 +20,7 @@ from nafi.fusion.descent import next_group
 from nafi.fusion.heads import comparable
 from nafi.fusion.method import AligningMethod, Alignment, Progress, main_places
 from nafi.fusion.networks import Networks
-from nafi.graph.lift import Placement, Placements, Positions, Shares
-from nafi.graph.neurons import Role
-from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import Inputs
+from nafi.graph import Inputs, ModelSpec, Placement, Placements, Positions, Role, Shares
 from nafi.options import SWITCH, one_of, option, optional, whole
 
 METRICS = ("euclidean", "sqeuclidean", "cosine")

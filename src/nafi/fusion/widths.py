@@ -12,7 +12,7 @@ from numbers import Integral, Real
 
 from nafi.errors import InputError
 from nafi.fusion.networks import Networks
-from nafi.graph.spec import ModelSpec
+from nafi.graph import ModelSpec
 from nafi.options import Constraint
 
 MaxWidth = int | float | Mapping[str, "int | float"] | None
