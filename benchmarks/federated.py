@@ -1,4 +1,4 @@
-"""Rounds: two workers against one, and frozen layers computed once against every time.
+"""Rounds: two workers against one, frozen layers computed once, networks prepared once.
 
 `make bench` prints tables in Markdown; needs CIFAR-10 (NAFI_DATA, or a download). All ratios are
 measured in one run on the same cores.
@@ -6,12 +6,18 @@ measured in one run on the same cores.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from nafi.experiments.data import cifar10
 from nafi.experiments.models import ConvNet
@@ -44,6 +50,52 @@ def seconds(strategy: Strategy, work: Trainer, workers: int) -> list[float]:
     return [time.perf_counter() - start, *rounds]
 
 
+# What a server does to get at the clients' networks, and the modules where it does so.
+PREPARATION = {"prepare": "nafi.fusion.networks", "rebuild": "nafi.graph.rebuild"}
+
+
+def counted(
+    name: str, function: Callable[..., Any], calls: Counter[str], spent: Counter[str]
+) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*args, **options)
+        finally:
+            calls[name] += 1
+            spent[name] += time.perf_counter() - start
+
+    return call
+
+
+def preparation(architecture: Architecture, data: dict[str, Samples]) -> None:
+    """Calls and seconds of every evaluated round of a layer-wise run in which nobody trains."""
+    calls: Counter[str] = Counter()
+    spent: Counter[str] = Counter()
+    for name, home in PREPARATION.items():
+        function = getattr(importlib.import_module(home), name)
+        wrapped = counted(name, function, calls, spent)
+        for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "nafi"]:
+            if getattr(module, name, None) is function:
+                setattr(module, name, wrapped)
+    rounds: list[tuple[int, int, float]] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        rounds.append((calls["prepare"], calls["rebuild"], spent["prepare"] + spent["rebuild"]))
+        return {}
+
+    strategy = make_strategy(
+        "layerwise", architecture, Training(epochs=0), rounds=ROUNDS, penalty=0.1, max_width=2.0
+    )
+    simulate(strategy, list(data), Trainer(architecture, data, 10), evaluate=evaluate)
+    totals = np.diff([(0, 0, 0.0), *rounds], axis=0)
+    print("\n| preparation in an evaluated layer-wise round | 1 | 2 | 3 | 4 | 5 | mean |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    rows = zip(("prepared", "rebuilt", "milliseconds"), totals.T * [[1], [1], [1e3]], strict=True)
+    for label, row in rows:
+        print(f"| {label} | " + " | ".join(f"{v:.0f}" for v in row) + f" | {row.mean():.1f} |")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     data = shares()
@@ -74,6 +126,7 @@ def main() -> None:
         print(f"| frozen layers {told} | " + " | ".join(f"{s:.1f}" for s in found[told]) + " |")
     ratios = [a / b for a, b in zip(*found.values(), strict=True)]
     print("| ratio | " + " | ".join(f"{r:.2f}" for r in ratios) + " |")
+    preparation(architecture, data)
 
 
 if __name__ == "__main__":

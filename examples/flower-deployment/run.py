@@ -33,9 +33,9 @@ from nafi.federated import (
     Trainer,
     Training,
     make_strategy,
+    read_records,
     simulate,
 )
-from nafi.federated.messages import read_state
 from nafi.federated.strategy import Records
 
 NODES = ("east", "north", "south")
@@ -135,7 +135,7 @@ def _rounds_with(name: str, federation: Deployment) -> int:
 
 def _records(federation: Deployment) -> Records:
     """What the checkpoint tells of the rounds."""
-    return read_state(federation.folder / "digits-run.safetensors")[1]
+    return read_records(federation.folder / "digits-run.safetensors")
 
 
 def expected(task: Any, missing: tuple[str | None, int]) -> nn.Module:

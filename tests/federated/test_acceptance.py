@@ -10,7 +10,6 @@ import torch
 
 from nafi.errors import InputError
 from nafi.federated import Acceptance, Task, Trainer, Training, Update, UpdateError, make_strategy
-from nafi.federated.acceptance import shapes_of
 from tests.federated.networks import CLASSES, normed, pictures, population, small
 
 RULES = Acceptance(classes=CLASSES)
@@ -24,7 +23,7 @@ def asked(frozen: bool = False) -> tuple[Task, Update, Any]:
         updates = [work(c, strategy.task(state, c))[0] for c in population()]
         state = strategy.aggregate(state, updates)
     task = strategy.task(state, "0")
-    return task, work("0", task)[0], shapes_of(strategy.architecture, state.form)
+    return task, work("0", task)[0], strategy.architecture.shapes(state.form)
 
 
 def with_tensor(update: Update, name: str, tensor: Any) -> Update:
@@ -103,7 +102,7 @@ def test_negative_variances_are_refused() -> None:
     strategy = make_strategy("fedavg", normed(), Training(epochs=1), rounds=1)
     task = strategy.task(strategy.start(), "0")
     update, _ = Trainer(strategy.architecture, {"0": pictures(10, 0)}, CLASSES)("0", task)
-    shapes = shapes_of(strategy.architecture, task.form)
+    shapes = strategy.architecture.shapes(task.form)
     RULES.check(update, "0", task, shapes)
     bad = with_tensor(update, "norm2.running_var", -update.tensors["norm2.running_var"])
     with pytest.raises(UpdateError, match="negative variances"):

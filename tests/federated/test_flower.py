@@ -158,7 +158,7 @@ BAD: dict[str, tuple[Behaviour, str]] = {
     "another round": (changed(round=7), "it is for round 7"),
     "another client": (changed(client="0"), "it says that it is from '0'"),
     "no samples": (changed(samples=0), "samples: found 0"),
-    "a negative class": (changed(class_counts=(-1, 1, 1)), "class counts"),
+    "a negative class": (changed(class_counts=(-1, 1, 1)), "class_counts.0: found -1"),
     "a tensor too few": (changed(tensors=lambda t: dict(list(t.items())[1:])), "lacks"),
     "a crash": (crashing, "it holds no message of nafi"),
     "bytes that are no message": (unreadable, "this is not a message"),

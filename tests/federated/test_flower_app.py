@@ -19,7 +19,15 @@ from typer.testing import CliRunner
 import nafi
 from nafi.cli.app import app as cli
 from nafi.experiments.data import digits
-from nafi.federated import Acceptance, Architecture, Trainer, Training, make_strategy, simulate
+from nafi.federated import (
+    STRATEGIES,
+    Acceptance,
+    Architecture,
+    Trainer,
+    Training,
+    make_strategy,
+    simulate,
+)
 from nafi.federated.flower import Federation
 from tests.federated.grids import LocalGrid, Node
 
@@ -54,7 +62,9 @@ def reference() -> dict[str, torch.Tensor]:
 
 
 def test_the_app_is_named_after_its_folder(written: Path) -> None:
-    assert 'name = "my-digits"' in (written / "pyproject.toml").read_text()
+    settings = (written / "pyproject.toml").read_text()
+    assert 'name = "my-digits"' in settings
+    assert all(name in settings for name in STRATEGIES)
     assert (written / "README.md").read_text().startswith("# my-digits")
     assert not [p for p in written.rglob("*.*") if "PACKAGE" in p.read_text(errors="replace")]
 

@@ -21,7 +21,7 @@ from nafi.federated import (
     Update,
     simulate,
 )
-from nafi.fusion.descent import Matcher
+from nafi.fusion import Nafi
 from nafi.graph import permute
 from nafi.graph.trace import named_tensors
 from tests.federated.networks import (
@@ -57,9 +57,8 @@ def test_a_run_equals_one_by_hand() -> None:
     """Two clients, one hidden layer: train, match, freeze, train, average by class shares."""
     architecture = Architecture(One, (torch.zeros(2, FEATURES),))
     training = Training(epochs=3, batch=100, rate=0.1)
-    strategy = Layerwise(
-        architecture, training, 2, seed=4, matcher=Matcher(penalty=0.1), max_width=1.0
-    )
+    method = Nafi(penalty=0.1, max_width=1.0)
+    strategy = Layerwise(architecture, training, 2, seed=4, method=method)
     data = {"a": blobs(20, 1), "b": blobs(30, 2, classes=(0, 1))}
     run = simulate(strategy, ["a", "b"], Trainer(architecture, data, CLASSES))
 
@@ -146,7 +145,7 @@ def test_permuted_copies_of_one_client_give_that_client(
             for name, group in spec.groups.items()
         }
         copies[str(s)] = permute(model, spec, orders)
-    strategy = Layerwise(architecture, TRAINING, rounds, batchnorm=batchnorm)
+    strategy = Layerwise(architecture, TRAINING, rounds, method=Nafi(batchnorm=batchnorm))
     state = passed(strategy, copies, (4, 3, 3))
     assert strategy.layers == rounds
     assert dict(state.form.widths) == spec.widths
@@ -235,8 +234,8 @@ def test_without_freezing_settled_layers_go_on_learning() -> None:
 
 def test_absent_inputs_of_the_next_layer_are_zeros() -> None:
     """With so much evidence that nothing merges, each client reads its own neurons alone."""
-    matcher = Matcher(penalty=0.0, evidence=1e7)
-    strategy = Layerwise(small(), Training(epochs=1, batch=8), 3, matcher=matcher)
+    method = Nafi(penalty=0.0, evidence=1e7)
+    strategy = Layerwise(small(), Training(epochs=1, batch=8), 3, method=method)
     data = population(2)
     work, state = Trainer(strategy.architecture, data, CLASSES), strategy.start()
     updates = [work(c, strategy.task(state, c))[0] for c in data]
@@ -272,8 +271,8 @@ def test_further_passes_keep_the_widths() -> None:
     """Accuracies over eight seeds: 0.97, with a deviation of 0.01; the first width: 8 to 13."""
     data, scores, grown = population(), [], []
     for seed in range(3):
-        matcher = Matcher(penalty=0.0, evidence=500.0)
-        strategy = Layerwise(small(), TRAINING, 7, seed=seed, matcher=matcher)
+        method = Nafi(penalty=0.0, evidence=500.0)
+        strategy = Layerwise(small(), TRAINING, 7, seed=seed, method=method)
         run = simulate(strategy, list(data), Trainer(strategy.architecture, data, CLASSES))
         widths = [record["widths"] for record in run.records]
         assert widths[2] == widths[-1]
@@ -347,8 +346,8 @@ def test_a_layer_that_reads_what_is_not_matched_is_not_settled_in_parts() -> Non
 
 
 def test_a_newcomer_of_a_second_pass_has_no_dead_neurons() -> None:
-    matcher = Matcher(penalty=0.0, evidence=500.0)
-    strategy = Layerwise(small(), TRAINING, 6, matcher=matcher)
+    method = Nafi(penalty=0.0, evidence=500.0)
+    strategy = Layerwise(small(), TRAINING, 6, method=method)
     data = population()
     work, state = Trainer(strategy.architecture, data, CLASSES), strategy.start()
     for _ in range(4):

@@ -33,7 +33,7 @@ from nafi.federated import (
     simulate,
 )
 from nafi.federated.acceptance import MOST
-from nafi.federated.averaging import FusionRounds
+from nafi.federated.averaging import FedAvg
 from nafi.federated.messages import read_state
 from tests.federated.networks import CLASSES, FEATURES, normed, pictures, population, small
 
@@ -113,7 +113,7 @@ def test_a_killed_process_goes_on_where_it_was(name: str, tmp_path: Path) -> Non
     command = [sys.executable, "-c", SCRIPT, name, str(file)]
     killed = [*command[:2], KILLED + SCRIPT, *command[3:]]
     assert subprocess.run(killed, timeout=300, check=False).returncode == -signal.SIGKILL
-    assert read_state(file)[0].round == 2
+    assert read_state(file, strategy.state_type)[0].round == 2
     assert subprocess.run(command, timeout=300, check=False).returncode == 0
     found, expected = load_file(file), load_file(whole)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -144,7 +144,7 @@ def test_a_process_killed_while_it_writes_leaves_the_round_before(tmp_path: Path
     simulate(strategy, list(population()), work(strategy), checkpoint=whole)
     command = [sys.executable, "-c", HALF + SCRIPT, "layerwise", str(file)]
     assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
-    assert read_state(file)[0].round == 1
+    assert read_state(file, strategy.state_type)[0].round == 1
     assert len(list(tmp_path.iterdir())) == 3  # and what was half written
     simulate(strategy, list(population()), work(strategy), checkpoint=file, resume=True)
     found, expected = load_file(file), load_file(whole)
@@ -314,7 +314,7 @@ def test_a_broken_checkpoint_is_named(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_no_longer_finite_is_not_kept(tmp_path: Path) -> None:
-    class Overflowing(FusionRounds):
+    class Overflowing(FedAvg):
         def aggregate(self, state: State, updates: Iterable[Update]) -> State:
             after = super().aggregate(state, updates)
             if after.round < 3:
@@ -327,7 +327,7 @@ def test_a_model_that_is_no_longer_finite_is_not_kept(tmp_path: Path) -> None:
     file = tmp_path / "run.safetensors"
     with pytest.raises(NafiError, match=r"round 3 of 4: one\.weight became NaN or infinite"):
         simulate(strategy, list(population()), work(strategy), checkpoint=file)
-    assert read_state(file)[0].round == 2
+    assert read_state(file, strategy.state_type)[0].round == 2
 
 
 class Indexed(nn.Module):

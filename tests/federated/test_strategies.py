@@ -12,8 +12,10 @@ import torch
 from nafi.errors import InputError, NafiError
 from nafi.federated import (
     STRATEGIES,
+    FedAvg,
     FusionRounds,
     Samples,
+    State,
     Strategy,
     Trainer,
     Training,
@@ -21,6 +23,7 @@ from nafi.federated import (
     make_strategy,
     simulate,
 )
+from nafi.federated.codec import pack
 from nafi.federated.messages import (
     read_state,
     task_from,
@@ -104,14 +107,14 @@ class TestEveryStrategy:
             updates = [work(c, strategy.task(state, c))[0] for c in ("0", "1", "2")]
             state = strategy.aggregate(state, updates)
             write_state(file, state, [{"round": state.round}], strategy.settings())
-            back, records, settings = read_state(file)
+            back, records, settings = read_state(file, strategy.state_type)
             assert records == [{"round": state.round}]
             assert settings == strategy.settings()
-            assert same(back.tensors, state.tensors)
-            assert (back.round, back.form, back.matched) == (state.round, state.form, state.matched)
-            assert list(back.members) == list(state.members)
-            for client in state.members:
-                assert same(back.members[client].tensors, state.members[client].tensors)
+            assert type(back) is type(state) is strategy.state_type
+            strategy.check_state(back)
+            (found, tensors), (expected, wanted) = pack(back), pack(state)
+            assert found == expected
+            assert same(tensors, wanted)
             assert same(named_tensors(strategy.model(back)), named_tensors(strategy.model(state)))
 
     def test_bytes_are_those_of_the_tensors(self, name: str) -> None:
@@ -232,7 +235,7 @@ def test_aligned_rounds_average_normalisation_as_it_is(name: str) -> None:
 
 def test_a_limit_below_some_layers_may_still_be_right() -> None:
     """The wider ones might keep their width for reasons of their own."""
-    assert made("layerwise", max_width=4).max_width == 4
+    assert made("layerwise", max_width=4).method.max_width == 4
 
 
 def test_samples_have_as_many_labels_as_inputs() -> None:
@@ -252,7 +255,7 @@ def test_fedavg_is_the_mean_by_samples() -> None:
 
 
 def test_class_shares_weigh_the_rows_of_the_output_layer() -> None:
-    strategy = FusionRounds(small(), TRAINING, 1, class_shares=True)
+    strategy = FedAvg(small(), TRAINING, 1, class_shares=True)
     state = strategy.start()
     counts = [(10, 0, 0), (30, 5, 0)]
     tensors = [{n: torch.randn_like(t) for n, t in state.tensors.items()} for _ in counts]
@@ -272,7 +275,7 @@ def test_class_shares_weigh_the_rows_of_the_output_layer() -> None:
 
 
 def test_class_shares_need_class_counts_that_fit() -> None:
-    strategy = FusionRounds(small(), TRAINING, 1, class_shares=True)
+    strategy = FedAvg(small(), TRAINING, 1, class_shares=True)
     state = strategy.start()
     for counts, why in [(None, "client 0 sent no class counts"), ((5, 0, 0, 0), "found 4 classes")]:
         with pytest.raises(InputError, match=why):
@@ -347,3 +350,35 @@ def test_labels_beyond_the_classes_are_refused() -> None:
     strategy = made("fedavg")
     with pytest.raises(NafiError, match="class 2, expected less than 2"):
         Trainer(strategy.architecture, population(), 2)("0", strategy.task(strategy.start(), "0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "averaged"),
+    [
+        ("match-then-average", {"batchnorm": "average"}, True),
+        ("match-then-average", {}, False),
+        ("match-then-average", {"method": "ot", "batchnorm": "average"}, True),
+        ("ot", {}, True),
+        ("rebasin", {"batchnorm": "attach"}, False),
+        ("fedavg", {}, False),
+    ],
+)
+def test_a_late_client_s_normalisation_is_treated_as_in_rounds(
+    name: str, options: dict[str, Any], averaged: bool
+) -> None:
+    """Joined by its own copy, an averaged normalisation is as before; an attached one is not."""
+    strategy = make_strategy(name, normed(), TRAINING, rounds=1, **options)
+    assert isinstance(strategy, FusionRounds)
+    architecture = strategy.architecture
+    tensors = architecture.drawn(architecture.form, 3)
+    tensors["norm2.running_var"] = torch.linspace(0.5, 2.0, 5)
+    tensors["norm2.running_mean"] = torch.linspace(-1.0, 1.0, 5)
+    state = State(1, architecture.form, tensors)
+    joined = strategy.join(state, Update("late", 0, tensors, 10, None), weight=10)
+    for key in ("norm2.running_var", "norm2.running_mean"):
+        kept = torch.allclose(joined.tensors[key], tensors[key])
+        assert kept == averaged, key
+    x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = strategy.model(state)(x)
+        torch.testing.assert_close(strategy.model(joined)(x), expected, rtol=1e-4, atol=1e-5)

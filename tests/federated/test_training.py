@@ -292,3 +292,30 @@ def test_volumes_train_too() -> None:
 def test_settings_that_cannot_be_are_named(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         Training(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("frozen", [(), ("two.weight", "two.bias")])
+def test_what_the_user_froze_stays_frozen(frozen: tuple[str, ...]) -> None:
+    model = seeded(Small)
+    model.one.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    before = {name: tensor.clone() for name, tensor in named_tensors(model).items()}
+    train(model, blobs(20, 0), PLAIN, seed=0, frozen=frozen)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
+    for name, tensor in named_tensors(model).items():
+        assert torch.equal(tensor, before[name]) == (name in ("one.weight", *frozen)), name
+
+
+def test_flags_are_put_back_after_an_error_and_where_nothing_learns() -> None:
+    model = seeded(Small)
+
+    def broken(outputs: Tensor, labels: Tensor) -> Tensor:
+        raise RuntimeError("broken")
+
+    names = list(named_tensors(model))
+    with pytest.raises(RuntimeError, match="broken"):
+        train(model, blobs(20, 0), PLAIN, seed=0, frozen=names[:2], loss=broken)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert np.isnan(train(model, blobs(20, 0), PLAIN, seed=0, frozen=names))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not model.training

@@ -40,10 +40,9 @@ from nafi.federated import (
     UpdateError,
     make_strategy,
 )
-from nafi.federated.acceptance import Shapes, shapes_of
+from nafi.federated.architecture import Shapes
 from nafi.federated.flower import Federation, _outcome
 from nafi.federated.messages import (
-    check_state,
     read_state,
     task_from,
     task_to,
@@ -116,7 +115,7 @@ def exchange(name: str = "layerwise") -> tuple[State, Task, Update]:
 
 @cache
 def shapes(name: str) -> Shapes:
-    return shapes_of(strategy(name).architecture, exchange(name)[0].form)
+    return strategy(name).architecture.shapes(exchange(name)[0].form)
 
 
 def check(found: Outcome, name: str = "layerwise") -> None:
@@ -146,7 +145,7 @@ def updates(data: st.DataObject) -> None:
     """Updates that were read, with a value that is not what it should be."""
     network = data.draw(st.sampled_from(NAMES))
     update = exchange(network)[2]
-    fields = ["", "client", "round", "samples", "class_counts", "tensors"]
+    fields = ["", "client", "round", "samples", "class_counts", "tensors", "extras"]
     name = data.draw(st.sampled_from(fields))
     value: Any = data.draw(junk())
     if name == "tensors":
@@ -180,8 +179,8 @@ def state_bytes() -> bytes:
 
 def checkpoints_of_runs(data: st.DataObject) -> None:
     path = file_with(data.draw(edited_safetensors(state_bytes())))
-    state, _, _ = read_state(path)
-    check_state(state, strategy().architecture)
+    state, _, _ = read_state(path, strategy().state_type)
+    strategy().check_state(state)
     strategy().model(state)
     strategy().task(state, "1")
 

@@ -32,6 +32,8 @@ def new(
     folder: Annotated[Path, typer.Argument(help="Where to write it: a new or empty folder.")],
 ) -> None:
     """Write a Flower app that fuses models by neuron matching, and runs as it is."""
+    from nafi.federated import STRATEGIES  # it imports torch
+
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     if not name:
         raise InputError(f"{folder}: cannot name an app after this folder; use letters and digits")
@@ -43,6 +45,7 @@ def new(
     for path in _FILES:
         text = (source / f"{path}{_SUFFIX}").read_text(encoding="utf-8")
         text = text.replace("NAME", name).replace("PACKAGE", package)
+        text = text.replace("STRATEGIES", ", ".join(STRATEGIES))
         target = folder / path.replace("package", package)
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(target) as partial:

@@ -1,26 +1,48 @@
 """Rounds: clients train, the server matches or averages; uses `fusion`."""
 
 from nafi.federated.acceptance import Acceptance, QuorumError, UpdateError
-from nafi.federated.architecture import Architecture, Form
-from nafi.federated.averaging import FusionRounds
+from nafi.federated.architecture import Architecture, Expected, Form
+from nafi.federated.averaging import FedAvg, FedProx, FusionRounds, MatchThenAverage
 from nafi.federated.client import Trainer
-from nafi.federated.layerwise import Layerwise
+from nafi.federated.fedadam import FedAdam
+from nafi.federated.layerwise import Layerwise, LayerwiseState, Member
+from nafi.federated.messages import (
+    read_records,
+    read_state,
+    task_from,
+    task_to,
+    update_from,
+    update_to,
+    write_state,
+)
 from nafi.federated.privacy import Noise
-from nafi.federated.run import Run
-from nafi.federated.samples import Samples
+from nafi.federated.randomness import derived_seed, seeded
+from nafi.federated.run import Evaluate, Progress, Run
+from nafi.federated.samples import Samples, as_numbers
 from nafi.federated.simulation import simulate
-from nafi.federated.strategies import STRATEGIES, make_strategy
+from nafi.federated.strategies import STRATEGIES, make_strategy, option_names, strategy
 from nafi.federated.strategy import State, Strategy, Task, Update
-from nafi.federated.training import Training, train
+from nafi.federated.training import Loss, Optimiser, Training, check_device, make_optimiser, train
 
 __all__ = [
     "STRATEGIES",
     "Acceptance",
     "Architecture",
+    "Evaluate",
+    "Expected",
+    "FedAdam",
+    "FedAvg",
+    "FedProx",
     "Form",
     "FusionRounds",
     "Layerwise",
+    "LayerwiseState",
+    "Loss",
+    "MatchThenAverage",
+    "Member",
     "Noise",
+    "Optimiser",
+    "Progress",
     "QuorumError",
     "Run",
     "Samples",
@@ -31,7 +53,21 @@ __all__ = [
     "Training",
     "Update",
     "UpdateError",
+    "as_numbers",
+    "check_device",
+    "derived_seed",
+    "make_optimiser",
     "make_strategy",
+    "option_names",
+    "read_records",
+    "read_state",
+    "seeded",
     "simulate",
+    "strategy",
+    "task_from",
+    "task_to",
     "train",
+    "update_from",
+    "update_to",
+    "write_state",
 ]

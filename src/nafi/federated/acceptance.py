@@ -1,8 +1,8 @@
 """Which updates are used, and how many of them a round needs.
 
 Hides: everything that can be wrong with what a client sends. Promises: an update that passes has
-the tensors that were asked for, of their shapes and types, finite, and counts that are counts; one
-that does not raises an `UpdateError` that says why, and nothing of it is used.
+the tensors that were asked for, extras included, of their shapes and types, finite, and counts that
+are counts; one that does not raises an `UpdateError` that says why, and nothing of it is used.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from nafi.errors import InputError, NafiError, unlike
-from nafi.federated.architecture import Architecture, Form
+from nafi.federated.architecture import Expected, Shapes
 from nafi.federated.strategy import Task, Update, size_of
-from nafi.graph.spec import holds_numbers
-from nafi.graph.trace import named_tensors
+from nafi.graph import holds_numbers
 
 # No sum of so many counts overflows anything.
 MOST_SAMPLES = 2**48
@@ -42,7 +41,7 @@ class Acceptance:
 
     quorum: so many clients must deliver in a round, or such a share of those asked if it is a
         float; by default all of them
-    max_bytes: of an update's tensors
+    max_bytes: of an update's tensors and extras
     max_norm: of the change to what the client was sent, over all tensors; of the tensors themselves
         where it was sent none
     classes: how many class counts an update must have; None for none
@@ -89,29 +88,17 @@ class Acceptance:
         if type(update.round) is not int or update.round != task.round:
             raise UpdateError(f"it is for round {update.round!r}, expected {task.round}")
         _check_counts(update, self.classes)
-        expected = {n: kind for n, kind in shapes.items() if n not in task.frozen}
-        _check_tensors(update.tensors, expected)
-        if self.max_bytes is not None and size_of(update.tensors) > self.max_bytes:
-            raise UpdateError(
-                f"it has {size_of(update.tensors)} bytes, more than the limit of {self.max_bytes}"
-            )
+        _check_tensors(update.tensors, {n: e for n, e in shapes.items() if n not in task.frozen})
+        _check_tensors(update.extras, task.asks, "extra ")
+        size = size_of(update.tensors) + size_of(update.extras)
+        if self.max_bytes is not None and size > self.max_bytes:
+            raise UpdateError(f"it has {size} bytes, more than the limit of {self.max_bytes}")
         if self.max_norm is not None:
             norm = _change(update.tensors, task.tensors)
             if norm > self.max_norm:
                 raise UpdateError(
                     f"its weights moved by {norm:.4g}, more than the limit of {self.max_norm:g}"
                 )
-
-
-# Name -> shape and type of every tensor of a network.
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def shapes_of(architecture: Architecture, form: Form) -> Shapes:
-    """What the tensors of a network of this form look like."""
-    model, spec = architecture.network(form)
-    found = named_tensors(model)
-    return {name: (tuple(found[name].shape), found[name].dtype) for name in spec.axes}
 
 
 def _check_counts(update: Update, classes: int | None) -> None:
@@ -145,25 +132,32 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= MOST_SAMPLES
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], expected: Shapes) -> None:
-    told = unlike(tensors, expected)
-    if told:
-        raise UpdateError(f"it {told}")
-    for name, (shape, dtype) in expected.items():
-        tensor = tensors[name]
-        if not isinstance(tensor, Tensor):
-            raise UpdateError(f"{name} is {type(tensor).__name__}, expected a tensor")
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            found = f"{tuple(tensor.shape)} of {tensor.dtype}"
-            raise UpdateError(f"{name}: found shape {found}, expected {shape} of {dtype}")
-        if holds_numbers(tensor) and not bool(torch.isfinite(tensor).all()):
-            raise UpdateError(f"{name} holds values that are NaN or infinite")
-        variance = name.endswith("running_var")
-        most = MOST**2 if variance else MOST
-        if holds_numbers(tensor) and tensor.numel() and float(tensor.abs().max()) > most:
-            raise UpdateError(f"{name} holds values beyond {most:g}")
-        if variance and bool((tensor < 0).any()):
-            raise UpdateError(f"{name} holds negative variances")
+def _check_tensors(tensors: Mapping[str, Tensor], shapes: Shapes, label: str = "") -> None:
+    if not isinstance(tensors, Mapping):
+        raise UpdateError(f"{label}tensors: found {type(tensors).__name__}, expected a table")
+    expected = {n: e for n, e in shapes.items() if e.required or n in tensors}
+    difference = unlike(tensors, expected)
+    if difference:
+        raise UpdateError(f"it {difference}" + (f" among its {label.strip()}s" if label else ""))
+    for name, kind in expected.items():
+        _check_tensor(tensors[name], f"{label}{name}", kind)
+
+
+def _check_tensor(tensor: Tensor, name: str, expected: Expected) -> None:
+    if not isinstance(tensor, Tensor):
+        raise UpdateError(f"{name} is {type(tensor).__name__}, expected a tensor")
+    if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
+        raise UpdateError(
+            f"{name}: found shape {tuple(tensor.shape)} of {tensor.dtype}, expected "
+            f"{expected.shape} of {expected.dtype}"
+        )
+    if holds_numbers(tensor) and not bool(torch.isfinite(tensor).all()):
+        raise UpdateError(f"{name} holds values that are NaN or infinite")
+    most = MOST**2 if expected.variance else MOST
+    if holds_numbers(tensor) and tensor.numel() and float(tensor.abs().max()) > most:
+        raise UpdateError(f"{name} holds values beyond {most:g}")
+    if expected.variance and bool((tensor < 0).any()):
+        raise UpdateError(f"{name} holds negative variances")
 
 
 def _change(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:

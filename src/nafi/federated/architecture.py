@@ -1,7 +1,8 @@
 """One network at many widths.
 
 Hides: rebuilding, folding, and how first weights are drawn. Promises: for every form of the
-network a module that runs, and first weights that depend on a seed alone.
+network a module that runs, what its tensors look like, and first weights that depend on a seed
+alone; a network is rebuilt once for its widths, however often it is asked for.
 """
 
 from __future__ import annotations
@@ -9,19 +10,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, few
 from nafi.federated.randomness import seeded
-from nafi.graph import fold_batchnorm
-from nafi.graph.groups import groups
-from nafi.graph.rebuild import rebuild
-from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import Inputs, named_tensors
+from nafi.graph import (
+    Inputs,
+    Kind,
+    ModelSpec,
+    fold_batchnorm,
+    groups,
+    named_tensors,
+    rebuild,
+    resize_state,
+)
 
 Tensors = Mapping[str, Tensor]
+# No layer is wider: sizes of tensors stay numbers that torch can have.
+_WIDEST = 2**31 - 1
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,33 @@ class Form:
 
     widths: Mapping[str, int]
     folded: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        wrong = [name for name, width in self.widths.items() if not 1 <= width <= _WIDEST]
+        if wrong:
+            width = self.widths[wrong[0]]
+            raise InputError(f"{wrong[0][:60]}: found a width of {width}, expected at least 1")
+
+    @property
+    def key(self) -> str:
+        """The same for forms of equal networks."""
+        return repr((sorted(self.widths.items()), self.folded))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a tensor that is sent must look like.
+
+    variance: no number is below zero; required: it cannot be left out
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    variance: bool = False
+    required: bool = True
+
+
+Shapes = Mapping[str, Expected]
 
 
 class Architecture:
@@ -58,6 +95,9 @@ class Architecture:
         self._first = self._draw(0)
         known = groups(self._first, self.example_inputs) if spec is None else spec
         self.spec = replace(known, example_inputs=self.example_inputs)
+        # A run goes from form to form: that of the round and the one to come are asked for often,
+        # older ones never.
+        self._rebuilt: dict[str, nn.Module] = {}
         self._made: dict[str, tuple[nn.Module, ModelSpec]] = {}
 
     @property
@@ -67,13 +107,19 @@ class Architecture:
 
     def network(self, form: Form) -> tuple[nn.Module, ModelSpec]:
         """A network of this form with no weights of note, and its spec."""
-        key = repr((sorted(form.widths.items()), form.folded))
-        if key not in self._made:
-            # A run goes from form to form: the one before is asked for once more, older ones never.
-            self._made = dict(list(self._made.items())[-1:])
-            self._made[key] = self._shaped(self._first, form)
-        model, spec = self._made[key]
+        model, spec = self._network(form)
         return copy.deepcopy(model), spec
+
+    def shapes(self, form: Form) -> Shapes:
+        """What the tensors of a network of this form look like."""
+        model, spec = self._network(form)
+        tensors = named_tensors(model)
+        return {
+            name: Expected(
+                tuple(tensors[name].shape), tensors[name].dtype, tensor.kind is Kind.VARIANCE
+            )
+            for name, tensor in spec.tensors.items()
+        }
 
     def filled(self, form: Form, tensors: Tensors) -> nn.Module:
         """The network with these weights, all of them."""
@@ -85,33 +131,60 @@ class Architecture:
 
     def drawn(self, form: Form, seed: int) -> dict[str, Tensor]:
         """First weights; neurons beyond those of the factory's network are zero."""
-        model, spec = self._shaped(self._draw(seed), form)
-        found = named_tensors(model)
-        return {name: found[name].detach() for name in spec.axes}
+        model, spec = self._draw(seed), self.spec
+        if form.folded:
+            model, spec = fold_batchnorm(model, spec, form.folded)
+        resized = resize_state(named_tensors(model), spec, form.widths)
+        return {name: resized[name].detach() for name in spec.axes}
 
     def _draw(self, seed: int) -> nn.Module:
         with seeded(seed):
             model = self.factory()
         if not isinstance(model, nn.Module):
-            found = type(model).__name__
-            raise InputError(f"factory: returned {found}, expected an nn.Module")
+            kind = type(model).__name__
+            raise InputError(f"factory: returned {kind}, expected an nn.Module")
         return model
 
-    def _shaped(self, model: nn.Module, form: Form) -> tuple[nn.Module, ModelSpec]:
-        shaped = rebuild(model, self.spec, form.widths)
-        spec = self.spec.resized(form.widths)
-        return fold_batchnorm(shaped, spec, form.folded) if form.folded else (shaped, spec)
+    def _network(self, form: Form) -> tuple[nn.Module, ModelSpec]:
+        """As `network`, to be left as it is."""
+        return _remembered(self._made, form.key, lambda: self._folded(form))
+
+    def _folded(self, form: Form) -> tuple[nn.Module, ModelSpec]:
+        model, spec = self._wide(form), self.spec.resized(form.widths)
+        return fold_batchnorm(model, spec, form.folded) if form.folded else (model, spec)
+
+    def _wide(self, form: Form) -> nn.Module:
+        """The network at the widths of a form, with nothing folded."""
+        self.spec.resized(form.widths)  # refuses groups that it does not have
+        if {**self.spec.widths, **form.widths} == self.spec.widths:
+            return self._first
+        unfolded = Form(form.widths)
+        return _remembered(
+            self._rebuilt, unfolded.key, lambda: rebuild(self._first, self.spec, form.widths)
+        )
+
+
+def _remembered(
+    made: dict[str, _Value], key: str, make: Callable[[], _Value], most: int = 3
+) -> _Value:
+    """What was made for this key, or make it; older ones than the last few are forgotten."""
+    if key not in made:
+        value = make()
+        while len(made) >= most:
+            del made[next(iter(made))]
+        made[key] = value
+    return made[key]
 
 
 def load_tensors(model: nn.Module, tensors: Tensors) -> nn.Module:
     """Put weights into a network, in place; tensors that are not given stay."""
-    own = named_tensors(model)
+    into = named_tensors(model)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name not in own or own[name].shape != tensor.shape:
+            if name not in into or into[name].shape != tensor.shape:
                 raise InputError(
                     f"{name}: found shape {tuple(tensor.shape)}, expected "
-                    f"{tuple(own[name].shape) if name in own else 'no such tensor'}"
+                    f"{tuple(into[name].shape) if name in into else 'no such tensor'}"
                 )
-            own[name].copy_(tensor)
+            into[name].copy_(tensor)
     return model

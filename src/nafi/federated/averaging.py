@@ -1,16 +1,18 @@
 """Strategies in which every round ends with one model for all.
 
 Hides: which way of fusing a round uses. Promises: fedavg, fedprox, ot, rebasin and
-match-then-average are one strategy that fuses in the first round by one method and after that by
-another; plain averaging holds one update at a time.
+match-then-average are one algorithm and differ in the methods that rounds are fused by; plain
+averaging holds one update at a time.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,57 +20,61 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.federated.architecture import Form
+from nafi.federated.strategies import strategy
 from nafi.federated.strategy import State, Strategy, Task, Update, class_table, tensors_of
-from nafi.fusion import FedAvg, Method, Nafi, fuse
+from nafi.fusion import AligningMethod, Method, Nafi, Rebasin, Transport, fuse
 from nafi.fusion.clients import check_class_axis
 from nafi.fusion.screen import Screen, real
 from nafi.fusion.widths import check_max_width
-from nafi.graph.spec import ModelSpec, holds_numbers, widened
-from nafi.options import SWITCH, one_of
+from nafi.graph import ModelSpec, holds_numbers, widened
+from nafi.options import SWITCH, one_of, option
 
 
 @dataclass(frozen=True, eq=False)
-class FusionRounds(Strategy):
-    """Clients train the global model, and what they send is fused into the next.
+class FusionRounds(Strategy[State]):
+    """Clients train the global model, and what they send is fused into the next."""
 
-    first, then: methods for the first round and for all others. Matched every round, normalisation
-        is to be averaged (batchnorm="average"): attached, its statistics would start anew each time
-    shared_start: whether all clients start from the same weights; else each draws its own, and the
-        first round must match them
-    class_shares: average the output layer by who has seen which class; in all other layers clients
-        then count the same, as in `nafi.fuse`. Without it, all is the mean by samples
-    screen: against clients that send harmful weights; averaging then holds all updates at once
-    """
+    @abstractmethod
+    def fused_by(self, round: int) -> Method | None:
+        """How a round is fused, rounds counted from 0; None for the mean by samples."""
 
-    first: Method = field(default_factory=FedAvg)
-    then: Method = field(default_factory=FedAvg)
-    shared_start: bool = True
-    class_shares: bool = False
-    screen: Screen = field(default_factory=Screen)
+    @property
+    def class_shares(self) -> bool:
+        """Whether the mean of the output layer is by who has seen which class."""
+        return False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        SWITCH.check(self.class_shares, "class_shares")
-        batchnorm = getattr(self.first, "batchnorm", "attach")
-        one_of(["attach", "average"]).check(batchnorm, "batchnorm")
-        check_max_width(getattr(self.first, "max_width", None), self.architecture.spec)
+    @property
+    def screen(self) -> Screen:
+        """What the mean does against clients that send harmful weights."""
+        return Screen()
+
+    def check_classes(self, classes: int | None) -> None:
+        counted = self.class_shares or "class_counts" in getattr(self.fused_by(0), "uses", ())
+        if classes is not None and counted:
+            check_class_axis(classes, self.architecture.spec)
+        if classes is None and self.class_shares:
+            raise InputError("class_shares: clients must count their classes; say how many")
 
     def start(self) -> State:
+        """All clients start from the same weights, unless the first round matches them."""
         form = self.architecture.form
-        shared = self.architecture.drawn(form, self.seed) if self.shared_start else {}
-        return State(0, form, shared)
+        alike = self.fused_by(0) is None
+        return State(0, form, self.architecture.drawn(form, self.seed) if alike else {})
 
     def task(self, state: State, client: str) -> Task:
         return self._task(state, client, state.tensors)
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        method = self.first if state.round == 0 else self.then
-        if isinstance(method, FedAvg):
-            _, spec = self.architecture.network(state.form)
-            mean = partial(screened_average, self.screen) if self.screen.active else average
-            tensors = mean(updates, spec, state.tensors, self.class_shares)
-            return State(state.round + 1, state.form, tensors)
-        return self._fused(state, list(updates), method)
+        method = self.fused_by(state.round)
+        if method is not None:
+            return self._fused(state, list(updates), method)
+        return State(state.round + 1, state.form, self.averaged(state, updates))
+
+    def averaged(self, state: State, updates: Iterable[Update]) -> dict[str, Tensor]:
+        """The mean of updates to the global model."""
+        _, spec = self.architecture.network(state.form)
+        mean = partial(screened_average, self.screen) if self.screen.active else average
+        return mean(updates, spec, state.tensors, self.class_shares)
 
     def model(self, state: State) -> nn.Module:
         tensors = state.tensors or self.architecture.drawn(state.form, self.seed)
@@ -78,40 +84,151 @@ class FusionRounds(Strategy):
         """Take in a model that a late client trained by itself, from weights of its own.
 
         Its neurons are matched to those of the global model, which keeps its form and counts as
-        `weight` samples. The round does not change.
+        `weight` samples; normalisation is treated as in the first round. The round does not change.
         """
         if not state.tensors:
             raise InputError("there is no global model to join before the first round")
         late = self.architecture.filled(self.architecture.form, update.tensors)
-        method = self.first if isinstance(self.first, Nafi) else Nafi()
-        widths = dict(state.form.widths)
+        first = self.fused_by(0)
+        method = first if isinstance(first, Nafi) else Nafi(**_batchnorm_of(first))
         # Two models have no usual.
-        alike = replace(method, seed=self.seed, max_width=widths, clip=None, trim=0.0)
-        found = fuse(
+        alike = replace(
+            method, seed=self.seed, max_width=dict(state.form.widths), clip=None, trim=0.0
+        )
+        result = fuse(
             [self.model(state), late],
             self.architecture.example_inputs,
             alike,
             sample_counts=[weight, update.samples],
         )
-        return State(state.round, Form(found.widths), tensors_of(found.model, state.tensors))
+        tensors = tensors_of(result.model, state.tensors)
+        return replace(state, form=Form(result.widths), tensors=tensors)
 
     def _fused(self, state: State, updates: list[Update], method: Method) -> State:
         models = [self.architecture.filled(state.form, u.tensors) for u in updates]
         _, spec = self.architecture.network(state.form)
         if len(models) == 1:
             return State(state.round + 1, state.form, dict(updates[0].tensors))
-        found = fuse(
+        result = fuse(
             models,
             self.architecture.example_inputs,
-            replace(method, **({"seed": self.seed} if "seed" in method.option_names() else {})),
+            self.seeded(method),
             spec=spec,
             names=[f"client {u.client}" for u in updates],
             **method.used(
-                class_counts=class_table(updates), sample_counts=[u.samples for u in updates]
+                class_counts=class_table(u.class_counts for u in updates),
+                sample_counts=[u.samples for u in updates],
             ),
         )
-        form = Form(found.widths or state.form.widths)
-        return State(state.round + 1, form, tensors_of(found.model, spec.axes))
+        form = Form(result.widths or state.form.widths)
+        return State(state.round + 1, form, tensors_of(result.model, spec.axes))
+
+
+def _batchnorm_of(method: Method | None) -> dict[str, Any]:
+    return {"batchnorm": method.batchnorm} if isinstance(method, AligningMethod) else {}
+
+
+@strategy("fedavg")
+@dataclass(frozen=True, eq=False)
+class FedAvg(FusionRounds):
+    """All start from the same weights, and the mean by samples is the next start.
+
+    class_shares: average the output layer by who has seen which class; in all other layers clients
+        then count the same, as in `nafi.fuse`. Without it, all is the mean by samples
+    clip, trim: against clients that send harmful weights, as in `nafi.fuse`; averaging then holds
+        all updates at once
+    """
+
+    class_shares: bool = option(SWITCH, False)
+    clip: float | None = None
+    trim: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Screen(self.clip, self.trim)  # refuses what makes no sense
+
+    @property
+    def screen(self) -> Screen:
+        return Screen(self.clip, self.trim)
+
+    def fused_by(self, round: int) -> Method | None:
+        return None
+
+
+@strategy("fedprox")
+@dataclass(frozen=True, eq=False)
+class FedProx(FedAvg):
+    """fedavg whose clients are pulled to the weights that they start from, see `Training`."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"proximal": 0.01}
+
+
+@dataclass(frozen=True, eq=False)
+class MatchedRounds(FusionRounds):
+    """Clients start on their own, and the first round matches their neurons.
+
+    method: how; normalisation is attached or averaged
+    """
+
+    method: AligningMethod = field(default_factory=Nafi)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(["attach", "average"]).check(self.method.batchnorm, "batchnorm")
+        self.method.check_one_variant()
+        check_max_width(getattr(self.method, "max_width", None), self.architecture.spec)
+
+    def fused_by(self, round: int) -> Method | None:
+        return self.method
+
+
+@strategy("ot")
+@dataclass(frozen=True, eq=False)
+class TransportRounds(MatchedRounds):
+    """Every round is fused by optimal transport.
+
+    Normalisation is averaged: attached in every round, its statistics would start anew each time.
+    """
+
+    method_kind: ClassVar[type[Method] | None] = Transport
+    defaults: ClassVar[Mapping[str, Any]] = {"batchnorm": "average"}
+
+    method: AligningMethod = field(default_factory=lambda: Transport(batchnorm="average"))
+
+
+@strategy("rebasin")
+@dataclass(frozen=True, eq=False)
+class RebasinRounds(MatchedRounds):
+    """Every round is fused by Git Re-Basin, with normalisation averaged."""
+
+    method_kind: ClassVar[type[Method] | None] = Rebasin
+    defaults: ClassVar[Mapping[str, Any]] = {"batchnorm": "average"}
+
+    method: AligningMethod = field(default_factory=lambda: Rebasin(batchnorm="average"))
+
+
+@strategy("match-then-average")
+@dataclass(frozen=True, eq=False)
+class MatchThenAverage(MatchedRounds):
+    """The first round is matched, "nafi" by default; after that rounds are those of fedavg.
+
+    With `proximal`, they are those of fedprox. What the method does against harmful weights is done
+    in all rounds.
+
+    class_shares: as in fedavg, from the second round on
+    """
+
+    method_kind: ClassVar[type[Method] | None] = AligningMethod
+
+    method: AligningMethod = field(default_factory=Nafi)
+    class_shares: bool = option(SWITCH, False)
+
+    @property
+    def screen(self) -> Screen:
+        return self.method.screen
+
+    def fused_by(self, round: int) -> Method | None:
+        return self.method if round == 0 else None
 
 
 def average(
@@ -155,7 +272,7 @@ def _held_to_usual(updates: list[Update], spec: ModelSpec, screen: Screen) -> li
         raise InputError("no updates to average")
     states = screen.clipped([update.tensors for update in updates], [spec] * len(updates))
     samples = screen.counts(np.array([update.samples for update in updates], dtype=np.float64))
-    table = class_table(updates)
+    table = class_table(update.class_counts for update in updates)
     classes = None if table is None else screen.counts(np.array(table, dtype=np.float64))
     rows = None if classes is None else classes.round().astype(int).tolist()
     assert samples is not None
@@ -178,20 +295,20 @@ def screened_average(
     class_shares: bool,
 ) -> dict[str, Tensor]:
     """As `average`, of what a screen leaves; all updates are in memory."""
-    given = _held_to_usual(list(updates), spec, screen)
-    first = given[0].tensors
+    held = _held_to_usual(list(updates), spec, screen)
+    first = held[0].tensors
     mean = {}
     for name, tensor in first.items():
         if not holds_numbers(tensor):
             # Counters and positions: no client's word for them, where there is another.
             mean[name] = before.get(name, tensor)
             continue
-        values = torch.stack([real(update.tensors[name], name) for update in given])
-        weights = torch.stack([_weight(update, name, spec, class_shares) for update in given])
-        weights = weights.reshape(len(given), *weights.shape[1:] or [1] * tensor.ndim)
-        found = screen.mean(values, weights > 0, weights)
+        values = torch.stack([real(update.tensors[name], name) for update in held])
+        weights = torch.stack([_weight(update, name, spec, class_shares) for update in held])
+        weights = weights.reshape(len(held), *weights.shape[1:] or [1] * tensor.ndim)
+        trimmed = screen.mean(values, weights > 0, weights)
         kept = before.get(name, tensor)
-        mean[name] = torch.where((weights > 0).any(dim=0), found, kept).to(tensor.dtype)
+        mean[name] = torch.where((weights > 0).any(dim=0), trimmed, kept).to(tensor.dtype)
     return mean
 
 

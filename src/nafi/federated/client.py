@@ -1,7 +1,7 @@
 """The client's side of a round: a task and samples in, an update out.
 
-Hides: how a network is made from a task. Promises: nothing of the samples leaves but weights and
-counts; the same task and samples give the same update.
+Hides: how a network is made from a task. Promises: nothing of the samples leaves but weights,
+counts and the extras that the task asks for; the same task and samples give the same update.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch.nn.functional as F
+from torch import nn
 
-from nafi.errors import InputError
-from nafi.federated.architecture import Architecture, load_tensors
+from nafi.errors import InputError, few
+from nafi.federated.architecture import Architecture, Tensors, load_tensors
 from nafi.federated.prefix import CACHE_BYTES
 from nafi.federated.privacy import Noise
 from nafi.federated.samples import Samples
-from nafi.federated.strategy import Task, Update, tensors_of
+from nafi.federated.strategy import Task, Update, plain, tensors_of
 from nafi.federated.training import Loss, train
 
 Data = Mapping[str, Samples] | Callable[[str], Samples]
+# Computes what a task asks for beside weights: (trained network, samples, task) -> named tensors.
+Extras = Callable[[nn.Module, Samples, Task], Tensors]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Trainer:
     data: client -> its samples; it is asked in the process that trains
     classes: how many there are, to count them; None for targets that are no classes
     noise: clip the client's change and add noise to it before it leaves
+    extras: computes what tasks ask for beside weights; no noise is added to that
     """
 
     architecture: Architecture
@@ -39,11 +43,13 @@ class Trainer:
     device: str = "cpu"
     cache_bytes: int = CACHE_BYTES
     noise: Noise | None = None
+    extras: Extras | None = None
 
     def __call__(self, client: str, task: Task) -> tuple[Update, float]:
         """The client's update, and the mean loss of its last epoch, which stays with it."""
         if len(self.architecture.example_inputs) != 1:
             raise InputError("a Trainer feeds networks of one input; write a function of your own")
+        self._check_extras(task)
         samples = self.data(client) if callable(self.data) else self.data[client]
         model, spec = self.architecture.network(task.form)
         missing = [name for name in spec.axes if name not in task.tensors]
@@ -65,8 +71,23 @@ class Trainer:
         )
         trained = tensors_of(model, sent)
         if self.noise is not None:
-            trained = self.noise.applied(before, trained)
-        return Update(client, task.round, trained, len(samples), self._counts(samples)), loss
+            shapes = self.architecture.shapes(task.form)
+            variances = {name for name, expected in shapes.items() if expected.variance}
+            trained = self.noise.applied(before, trained, variances)
+        extras = self.extras(model, samples, task) if task.asks and self.extras else {}
+        counts = self._counts(samples)
+        return Update(client, task.round, trained, len(samples), counts, plain(extras)), loss
+
+    def _check_extras(self, task: Task) -> None:
+        """Refuse before any training what cannot be answered afterwards."""
+        required = [name for name, expected in task.asks.items() if expected.required]
+        if required and self.extras is None:
+            raise InputError(
+                f"the strategy asks for {few(required)} beside weights; give the client a function "
+                "that computes it (extras)"
+            )
+        if task.asks and self.extras is not None and self.noise is not None:
+            raise InputError("extras would leave without noise; leave noise or extras out")
 
     def _counts(self, samples: Samples) -> tuple[int, ...] | None:
         if self.classes is None:

@@ -25,16 +25,16 @@ from nafi.checkpoints import save
 from nafi.errors import InputError, NafiError, few
 from nafi.federated.acceptance import Acceptance, QuorumError, UpdateError
 from nafi.federated.architecture import Architecture
-from nafi.federated.client import Trainer
+from nafi.federated.client import Extras, Trainer
 from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.privacy import Noise
 from nafi.federated.run import Evaluate, Outcome, Round, Run, conduct
 from nafi.federated.samples import Samples
-from nafi.federated.strategies import STRATEGIES, make_strategy, option_names
+from nafi.federated.strategies import make_strategy, option_names
 from nafi.federated.strategy import State, Strategy
 from nafi.federated.training import Loss, Training
 from nafi.files import check_writable
-from nafi.graph.trace import Inputs
+from nafi.graph import Inputs
 
 try:
     from flwr.app import (
@@ -77,11 +77,13 @@ def client_app(
     loss: Loss = F.cross_entropy,
     device: str = "cpu",
     noise: Noise | None = None,
+    extras: Extras | None = None,
 ) -> ClientApp:
     """What runs at each client.
 
     data: the client's samples; `context.node_config` is what its SuperNode was started with
     noise: clip the client's change and add noise to it before it leaves
+    extras: computes what the server's strategy asks for beside weights, see `Trainer`
 
     A node is known by its `name` in the node configuration, or by its `partition-id`, or else by
     its number, which may change when it is started again.
@@ -99,7 +101,13 @@ def client_app(
         try:
             task = task_from(_unpacked(message))
             work = Trainer(
-                architecture, lambda _: data(context), classes, loss, device, noise=noise
+                architecture,
+                lambda _: data(context),
+                classes,
+                loss,
+                device,
+                noise=noise,
+                extras=extras,
             )
             update, _ = work(client_name(context), task)
         except NafiError:
@@ -115,8 +123,8 @@ def client_app(
 
 def client_name(context: Context) -> str:
     """What a node is called."""
-    told = context.node_config
-    return str(told.get("name", told.get("partition-id", context.node_id)))
+    config = context.node_config
+    return str(config.get("name", config.get("partition-id", context.node_id)))
 
 
 def server_app(
@@ -142,9 +150,9 @@ def server_app(
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         _log_with_flower()
-        told = {**settings, **_configured(context.run_config)}
+        chosen = {**settings, **_configured(context.run_config)}
         architecture = Architecture(factory, example_inputs)
-        out, federation = _federation(architecture, told, classes)
+        out, federation = _federation(architecture, chosen, classes)
         check_writable(out, overwrite=True)
         federation.start(grid, evaluate=evaluate)
         save(federation.run.model, out, factory=name, example_inputs=example_inputs, overwrite=True)
@@ -172,17 +180,17 @@ def _configured(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _federation(
-    architecture: Architecture, told: Mapping[str, Any], classes: int | None
+    architecture: Architecture, settings: Mapping[str, Any], classes: int | None
 ) -> tuple[Path, Federation]:
     """A federation as an app's settings tell, and where its model goes."""
-    given = dict(told)
-    name = str(given.pop("strategy", "layerwise"))
-    _check_settings(name, given)
-    out = Path(str(given.pop("out", "global.safetensors")))
-    rules = {n: given.pop(n) for n in _OF_ACCEPTANCE if n in given}
-    ours = {n: given.pop(n) for n in _OF_FEDERATION if n in given}
-    checkpoint = given.pop("checkpoint", None)
-    strategy = make_strategy(name, architecture, Training(), **{"rounds": 1, **given})
+    left = dict(settings)
+    name = str(left.pop("strategy", "layerwise"))
+    _check_settings(name, left)
+    out = Path(str(left.pop("out", "global.safetensors")))
+    rules = {n: left.pop(n) for n in _OF_ACCEPTANCE if n in left}
+    ours = {n: left.pop(n) for n in _OF_FEDERATION if n in left}
+    checkpoint = left.pop("checkpoint", None)
+    strategy = make_strategy(name, architecture, Training(), **{"rounds": 1, **left})
     federation = Federation(
         strategy,
         acceptance=Acceptance(classes=classes, **rules),
@@ -192,15 +200,13 @@ def _federation(
     return out, federation
 
 
-def _check_settings(strategy: str, given: Mapping[str, Any]) -> None:
-    if strategy not in STRATEGIES:
-        raise InputError(f"strategy: found {strategy!r}, expected one of {', '.join(STRATEGIES)}")
+def _check_settings(strategy: str, settings: Mapping[str, Any]) -> None:
     known = [*_OF_ACCEPTANCE, *_OF_FEDERATION, *_OTHERS, *option_names(strategy)]
-    for name in given:
+    for name in settings:
         if name not in known:
             close = get_close_matches(name, known, 1)
-            told = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise InputError(f"strategy {strategy} has no setting {name!r}; {told}")
+            advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise InputError(f"strategy {strategy} has no setting {name!r}; {advice}")
 
 
 class Federation(FlowerStrategy):
@@ -230,9 +236,9 @@ class Federation(FlowerStrategy):
         """
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
             raise InputError(f"nodes: found {nodes!r}, expected a number of at least 1")
-        for told, seconds in (("wait", wait), ("deadline", deadline)):
+        for name, seconds in (("wait", wait), ("deadline", deadline)):
             if not isinstance(seconds, int | float) or not 0 <= seconds < inf:
-                raise InputError(f"{told}: found {seconds!r}, expected seconds of at least 0")
+                raise InputError(f"{name}: found {seconds!r}, expected seconds of at least 0")
         if deadline == 0:
             raise InputError("deadline: found 0, expected seconds for clients to train in")
         if checkpoint is not None:
@@ -281,16 +287,16 @@ class Federation(FlowerStrategy):
         )
         return _result(self.run)
 
-    def configure_train(self, *given: Any, **told: Any) -> NoReturn:
+    def configure_train(self, *args: Any, **options: Any) -> NoReturn:
         self._refuse()
 
-    def aggregate_train(self, *given: Any, **told: Any) -> NoReturn:
+    def aggregate_train(self, *args: Any, **options: Any) -> NoReturn:
         self._refuse()
 
-    def configure_evaluate(self, *given: Any, **told: Any) -> NoReturn:
+    def configure_evaluate(self, *args: Any, **options: Any) -> NoReturn:
         self._refuse()
 
-    def aggregate_evaluate(self, *given: Any, **told: Any) -> NoReturn:
+    def aggregate_evaluate(self, *args: Any, **options: Any) -> NoReturn:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -307,7 +313,7 @@ class Federation(FlowerStrategy):
         kept: dict[str, Path | Exception] = dict.fromkeys(round.clients, late)
         asked: dict[str, str] = {}
         nodes = self.roster.nodes
-        for client, task in round.given():
+        for client, task in round.hand_out():
             message = Message(
                 _packed(task_to(task)),
                 nodes[client],
@@ -379,8 +385,8 @@ def _unpacked(message: Message, limit: int | None = None) -> bytes:
 
 
 def _metrics(record: Mapping[str, Any]) -> MetricRecord:
-    told = {n: v for n, v in record.items() if isinstance(v, int | float)}
-    return MetricRecord({**told, "refused": len(record["refused"])})
+    numbers = {n: v for n, v in record.items() if isinstance(v, int | float)}
+    return MetricRecord({**numbers, "refused": len(record["refused"])})
 
 
 def _result(run: Run) -> Result:

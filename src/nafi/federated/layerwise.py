@@ -2,37 +2,95 @@
 
 Hides: which tensors are settled with a group of neurons, and how each client's other tensors follow
 its order. Promises: in every round one group is matched, broadcast and frozen; parallel branches
-that share it go together; the last round of a pass averages the output layer by class shares.
+that share it go together; the last round of a pass averages the output layer by class shares. The
+clients' networks are prepared once a round, whoever asks for the global model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from nafi.errors import InputError
+from nafi.errors import InputError, few
 from nafi.federated.architecture import Form, Tensors, load_tensors
-from nafi.federated.strategy import Member, State, Strategy, Task, Update, class_table
-from nafi.fusion import Bayesian, Nafi
-from nafi.fusion.clients import check_clients
+from nafi.federated.strategies import strategy
+from nafi.federated.strategy import State, Strategy, Task, Update, check_shapes, class_table
+from nafi.fusion import Bayesian, Method, Nafi
+from nafi.fusion.clients import check_class_axis, check_clients
 from nafi.fusion.descent import Descent, in_place, next_group
 from nafi.fusion.merge import merge
-from nafi.fusion.networks import Networks
+from nafi.fusion.networks import Networks, prepare
 from nafi.fusion.widths import check_max_width
-from nafi.graph import Normalisation, attach_batchnorm, fold_batchnorm
-from nafi.graph.lift import Positions, lift, lifted_rows
-from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import named_tensors
-from nafi.options import SWITCH, one_of
+from nafi.graph import (
+    ModelSpec,
+    Positions,
+    attach_batchnorm,
+    fold_batchnorm,
+    lift,
+    lifted_rows,
+    named_tensors,
+)
+from nafi.options import SWITCH, one_of, option
 
 Pairs = Sequence[tuple[str, str]]
+Places = Sequence[Mapping[str, Positions]]
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, eq=False)
-class Layerwise(Strategy):
+class Member:
+    """What the server remembers of a client: its own weights, and its counts."""
+
+    tensors: Tensors
+    samples: int
+    class_counts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerwiseState(State):
+    """form, tensors: of what is settled, and of the global model at the end of a pass.
+
+    matched: the groups whose order is settled in this pass
+    members: what is remembered of clients
+    """
+
+    matched: tuple[str, ...] = ()
+    members: Mapping[str, Member] = field(default_factory=dict)
+
+
+class _Latest(Generic[_Made]):
+    """Something that is made of the latest state, once, when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._state: Callable[[], State | None] = lambda: None
+        self._make: Callable[[], _Made] | None = None
+        self._made: _Made | None = None
+
+    def expect(self, state: State, make: Callable[[], _Made]) -> None:
+        """If it is asked for, make it this way."""
+        self._state, self._make, self._made = weakref.ref(state), make, None
+
+    def get(self, state: State, make: Callable[[], _Made]) -> _Made:
+        """What was made of this very state; make: how, where nothing better is known."""
+        if self._state() is not state or (self._make is None and self._made is None):
+            self.expect(state, make)
+        if self._made is None:
+            assert self._make is not None
+            self._made, self._make = self._make(), None
+        return self._made
+
+    def forget(self) -> None:
+        self._make = self._made = None
+
+
+@strategy("layerwise")
+@dataclass(frozen=True, eq=False)
+class Layerwise(Strategy[LayerwiseState]):
     """Match a group, broadcast it, freeze it, let clients retrain what follows, go on to the next.
 
     A pass takes a round for each group and one for the output layer. Rounds beyond that begin
@@ -51,54 +109,71 @@ class Layerwise(Strategy):
     The server holds one set of weights for every client.
     """
 
-    freeze: bool = True
+    state_type: ClassVar[type[State]] = LayerwiseState
+    method_kind: ClassVar[type[Method] | None] = Bayesian
+
+    freeze: bool = option(SWITCH, True)
     method: Bayesian = field(default_factory=Nafi)
+    _latest: _Latest[Networks] = field(init=False, repr=False, default_factory=_Latest)
+    _newcomers: _Latest[Tensors] = field(init=False, repr=False, default_factory=_Latest)
+    _fixed: list[dict[str, str]] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        SWITCH.check(self.freeze, "freeze")
         one_of(["attach", "fold"]).check(self.method.batchnorm, "batchnorm")
         one_of(["bottom-up"]).check(self.method.direction, "direction")
         self.method.check_one_variant()
         check_max_width(self.method.max_width, self.architecture.spec)
 
-    def start(self) -> State:
-        return State(0, self.architecture.form)
+    def check_classes(self, classes: int | None) -> None:
+        if classes is not None:
+            check_class_axis(classes, self.architecture.spec)
 
-    def task(self, state: State, client: str) -> Task:
+    def check_state(self, state: LayerwiseState) -> None:
+        super().check_state(state)
+        _, spec = self.architecture.network(state.form)
+        unknown = [name for name in state.matched if name not in spec.groups]
+        if unknown:
+            raise InputError(f"there is no group {few(unknown)}")
+        shapes = self.architecture.shapes(state.form)
+        for member in state.members.values():
+            check_shapes(member.tensors, shapes)
+            missing = [n for n in shapes if n not in member.tensors and n not in state.tensors]
+            if missing:
+                raise InputError(f"{few(missing)} is missing")
+
+    def start(self) -> LayerwiseState:
+        return LayerwiseState(0, self.architecture.form)
+
+    def task(self, state: LayerwiseState, client: str) -> Task:
         member = state.members.get(client)
-        own = member.tensors if member is not None else self._for_newcomers(state)
-        return self._task(state, client, {**state.tensors, **own}, self._frozen(state))
+        start = member.tensors if member is not None else self._for_newcomers(state)
+        self._latest.forget()  # clients train now, which takes memory
+        return self._task(state, client, {**state.tensors, **start}, self._frozen(state))
 
-    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+    def aggregate(self, state: LayerwiseState, updates: Iterable[Update]) -> LayerwiseState:
+        self._latest.forget()
         members = dict(state.members)
         for update in updates:
             members[update.client] = Member(update.tensors, update.samples, update.class_counts)
         current = replace(state, members=members)
-        networks = self._networks(current)
+        networks = self._prepared(current)
         if len(state.matched) == len(networks.spec.groups):
             return self._finish_pass(current, networks)
         return self._match_group(current, networks)
 
-    def _frozen(self, state: State) -> Tensors:
-        """The tensors that nobody changes any more in this pass."""
-        return state.tensors if state.matched and self.freeze else {}
-
-    def model(self, state: State) -> nn.Module:
+    def model(self, state: LayerwiseState) -> nn.Module:
         """The global model; the groups that are not matched yet are matched in one shot."""
         if not state.members:
             drawn = self.architecture.drawn(state.form, self.seed)
             return self.architecture.filled(state.form, drawn).eval()
         if not state.matched:
-            model, spec = self.architecture.network(state.form)
-            return self._with_batchnorm(model, spec, state.tensors)
-        networks = self._networks(state)
+            return self._with_batchnorm(state.form, state.tensors)
+        networks = self._screened(self._networks(state))
         descent = self._descent(state, networks)
         descent.run("bottom-up", lambda step, done, total: None)
         tensors = self._merged(networks, descent.placements, self.method.restore_norm)
-        folded = replace(networks, batchnorm=Normalisation.FOLD)
-        model, spec, _ = folded.build(tensors, descent.widths)
-        return self._with_batchnorm(model, spec, {})
+        return self._with_batchnorm(Form(descent.widths, networks.spec.folded), tensors)
 
     @property
     def layers(self) -> int:
@@ -106,7 +181,15 @@ class Layerwise(Strategy):
         groups = self.architecture.spec.groups.values()
         return 1 + sum(group.parent is None for group in groups)
 
-    def _networks(self, state: State) -> Networks:
+    def _frozen(self, state: LayerwiseState) -> Tensors:
+        """The tensors that nobody changes any more in this pass."""
+        return state.tensors if state.matched and self.freeze else {}
+
+    def _networks(self, state: LayerwiseState) -> Networks:
+        """The networks of a state; `aggregate` leaves those of the state it returns."""
+        return self._latest.get(state, lambda: self._prepared(state))
+
+    def _prepared(self, state: LayerwiseState) -> Networks:
         """All members' networks, with normalisation folded so that neurons can be compared."""
         members = list(state.members.values())
         if len(members) < 2:
@@ -116,49 +199,88 @@ class Layerwise(Strategy):
             )
         clients = check_clients(
             [self.architecture.filled(state.form, {**state.tensors, **m.tensors}) for m in members],
-            class_table(members),
+            class_table(member.class_counts for member in members),
             [member.samples for member in members],
             [f"client {name}" for name in state.members],
         )
         _, spec = self.architecture.network(state.form)
-        return self.method.prepare(clients, self.architecture.example_inputs, spec)
+        return prepare(clients, self.architecture.example_inputs, spec, self.method.batchnorm)
 
-    def _descent(self, state: State, networks: Networks) -> Descent:
+    def _networks_after(
+        self, networks: Networks, placements: Places, settled: Tensors, form: Form
+    ) -> Networks:
+        """The networks after a round, from those before: what `_prepared` would make of its state.
+
+        Settled tensors are the same in all, the others follow their neurons.
+        """
+        original, spec = self.architecture.network(form)
+        template, folded = fold_batchnorm(original, spec) if spec.batchnorms else (original, spec)
+        count = len(networks.clients)
+        states = []
+        for before, fitted, places in zip(networks.states, networks.specs, placements, strict=True):
+            state = dict(settled)
+            for name in fitted.axes:
+                if name not in settled:
+                    state[name] = _in_order(before[name], name, fitted, places)
+            states.append(state | {other: state[name] for other, name in fitted.aliases.items()})
+        return replace(
+            networks,
+            clients=replace(networks.clients, models=(original,) * count),
+            original=original,
+            template=template,
+            architecture=spec,
+            specs=(folded,) * count,
+            states=tuple(states),
+        )
+
+    def _screened(self, networks: Networks) -> Networks:
+        return networks.screened(self.method.screen)
+
+    def _descent(self, state: LayerwiseState, networks: Networks) -> Descent:
         limits = None if state.round < self.layers else networks.spec.widths
-        method = replace(self.method, seed=self.seed)
+        if limits is None:
+            self._share_fixed_widths(networks)
+        method = self.seeded(self.method)
         return method.descent(networks, limits=limits, matched=state.matched)
 
-    def _match_group(self, state: State, networks: Networks) -> State:
+    def _share_fixed_widths(self, networks: Networks) -> None:
+        """Which widths its code fixes is the same for a network at all widths: found out once."""
+        if not self._fixed:
+            self._fixed.append(networks.fixed_widths)
+        vars(networks)["fixed_widths"] = self._fixed[0]  # a cached property
+
+    def _match_group(self, state: LayerwiseState, prepared: Networks) -> LayerwiseState:
         """Settle the next group: its own tensors for all, the others in each client's way."""
+        networks = self._screened(prepared)
         descent = self._descent(state, networks)
         descent.step(next_group(networks, "bottom-up", state.matched))
-        matched = tuple(descent.placements[0])
-        widths = {**state.form.widths, **descent.widths}
+        placements = descent.placements
+        matched = tuple(placements[0])
         frozen = self._frozen(state)
         names = [
             name
             for name in networks.spec.axes
             if name not in frozen and _is_settled(name, networks.spec, matched)
         ]
-        merged = self._merged(networks, descent.placements, self.method.restore_norm, names)
+        merged = self._merged(networks, placements, self.method.restore_norm, names)
         settled = {**frozen, **merged}
         _, spec = self.architecture.network(state.form)
         pairs = [
             pair for pair, weight in spec.foldable.items() if _is_settled(weight, spec, matched)
         ]
         members = {
-            name: replace(
-                member, tensors=_followed(networks.clients.models[s], spec, pairs, places, settled)
-            )
-            for s, ((name, member), places) in enumerate(
-                zip(state.members.items(), descent.placements, strict=True)
+            name: replace(member, tensors=_followed(model, spec, pairs, places, settled))
+            for (name, member), model, places in zip(
+                state.members.items(), prepared.clients.models, placements, strict=True
             )
         }
-        form = Form(widths, (*state.form.folded, *pairs))
-        return State(state.round + 1, form, settled, matched, members)
+        form = Form({**state.form.widths, **descent.widths}, (*state.form.folded, *pairs))
+        after = LayerwiseState(state.round + 1, form, settled, matched, members)
+        return self._remembered(after, prepared, placements)
 
-    def _finish_pass(self, state: State, networks: Networks) -> State:
+    def _finish_pass(self, state: LayerwiseState, prepared: Networks) -> LayerwiseState:
         """Average what no group settles, the output layer above all."""
+        networks = self._screened(prepared)
         frozen = self._frozen(state)
         names = [name for name in networks.spec.axes if name not in frozen]
         tensors = {**frozen, **self._averaged(networks, names)}
@@ -167,18 +289,29 @@ class Layerwise(Strategy):
             name: replace(member, tensors={n: t.clone() for n, t in tensors.items()})
             for name, member in state.members.items()
         }
-        matched = () if self.freeze else state.matched
-        return State(state.round + 1, form, tensors, matched, members)
+        if self.freeze:  # another pass begins, and the global model is there as it is
+            return LayerwiseState(state.round + 1, form, tensors, (), members)
+        after = LayerwiseState(state.round + 1, form, tensors, state.matched, members)
+        return self._remembered(after, prepared, _all_in_place(prepared))
+
+    def _remembered(
+        self, after: LayerwiseState, networks: Networks, placements: Places
+    ) -> LayerwiseState:
+        """The state, whose networks are made of those before if anybody asks for them."""
+        settled, form = after.tensors, after.form
+        self._latest.expect(
+            after, lambda: self._networks_after(networks, placements, settled, form)
+        )
+        return after
 
     def _averaged(self, networks: Networks, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors of networks whose neurons are all in one order."""
-        placements = [in_place(spec, spec.groups) for spec in networks.specs]
-        return self._merged(networks, placements, False, names)
+        return self._merged(networks, _all_in_place(networks), False, names)
 
     def _merged(
         self,
         networks: Networks,
-        placements: Sequence[Mapping[str, Positions]],
+        placements: Places,
         restore_norm: bool,
         names: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
@@ -186,7 +319,7 @@ class Layerwise(Strategy):
             networks, placements, restore_norm=restore_norm, names=names, screen=self.method.screen
         )
 
-    def _for_newcomers(self, state: State) -> dict[str, Tensor]:
+    def _for_newcomers(self, state: LayerwiseState) -> Tensors:
         """What a client begins with that sent nothing yet, beside settled layers.
 
         In a first pass nothing: it draws weights of its own. After that all have the same order,
@@ -194,15 +327,23 @@ class Layerwise(Strategy):
         """
         if state.round < self.layers or not state.matched:
             return {}
-        sent = next(iter(state.members.values())).tensors
-        return self._averaged(self._networks(state), list(sent))
+        sent = list(next(iter(state.members.values())).tensors)
+        return self._newcomers.get(
+            state, lambda: self._averaged(self._screened(self._networks(state)), sent)
+        )
 
-    def _with_batchnorm(self, model: nn.Module, spec: ModelSpec, tensors: Tensors) -> nn.Module:
+    def _with_batchnorm(self, form: Form, tensors: Tensors) -> nn.Module:
+        """The network of this form and these tensors, with an identity for what is folded."""
+        model, spec = self.architecture.network(form)
         load_tensors(model, tensors)
         if self.method.batchnorm == "attach" and spec.folded:
             original, _ = self.architecture.network(self.architecture.form)
             model, _ = attach_batchnorm(model, spec, like=original)
         return model.eval()
+
+
+def _all_in_place(networks: Networks) -> Places:
+    return [in_place(spec, spec.groups) for spec in networks.specs]
 
 
 def _is_settled(name: str, spec: ModelSpec, matched: Sequence[str]) -> bool:
@@ -226,12 +367,19 @@ def _followed(
     """A client's tensors that are not settled, in the global order of the matched groups."""
     if pairs:
         model, spec = fold_batchnorm(model, spec, pairs)
-    found: dict[str, Tensor] = {}
-    for name, tensor in named_tensors(model).items():
-        if name in spec.axes and name not in settled:
-            lifted = lift(tensor.detach(), name, spec, placements)
-            if spec.tensors[name].neutral:
-                owned = lifted_rows(name, spec, placements) > 0
-                lifted = torch.where(owned, lifted, spec.tensors[name].neutral)
-            found[name] = lifted
-    return found
+    return {
+        name: _in_order(tensor.detach(), name, spec, placements)
+        for name, tensor in named_tensors(model).items()
+        if name in spec.axes and name not in settled
+    }
+
+
+def _in_order(
+    tensor: Tensor, name: str, spec: ModelSpec, placements: Mapping[str, Positions]
+) -> Tensor:
+    """A client's tensor in the global order; neurons that it does not own are neutral."""
+    lifted = lift(tensor, name, spec, placements)
+    neutral = spec.tensors[name].neutral
+    if not neutral:
+        return lifted
+    return torch.where(lifted_rows(name, spec, placements) > 0, lifted, neutral)

@@ -49,13 +49,13 @@ class Post:
 
     def send(self, message: Message) -> str:
         """Send a message; returns its number."""
-        found = _soon(lambda: list(self.grid.push_messages([message])))
-        if len(found) != 1 or not found[0]:
+        numbers = _soon(lambda: list(self.grid.push_messages([message])))
+        if len(numbers) != 1 or not numbers[0]:
             raise NodeError(
                 f"the SuperLink did not take the message to node {message.metadata.dst_node_id}; "
                 "its log says why"
             )
-        return str(found[0])
+        return str(numbers[0])
 
     def take(self, number: str, patience: float) -> Message | Exception | None:
         """The reply to a message, if there is one.
@@ -73,9 +73,9 @@ class Post:
         error = pull.exception()
         if error is not None:
             return _of_one_reply(error)
-        found = pull.result()
-        ours = [reply for reply in found if reply.metadata.reply_to_message_id == number]
-        for _ in range(len(found) - len(ours[:1])):
+        replies = pull.result()
+        ours = [reply for reply in replies if reply.metadata.reply_to_message_id == number]
+        for _ in range(len(replies) - len(ours[:1])):
             log.warning("a reply to no open message is ignored")
         return ours[0] if ours else None
 
@@ -94,10 +94,10 @@ class Post:
             online = self.nodes()
             for number, node in list(left.items()):
                 if node in online or rest <= 0:
-                    found = self.take(number, max(0.0, min(_GRACE, end - time.monotonic())))
-                    if found is not None:
+                    reply = self.take(number, max(0.0, min(_GRACE, end - time.monotonic())))
+                    if reply is not None:
                         del left[number]
-                        yield number, found
+                        yield number, reply
             if rest <= 0:
                 break
             time.sleep(max(0.0, min(pause, end - time.monotonic())) if left else 0.0)
@@ -109,11 +109,11 @@ class Post:
         coming = {number: self._pulls[number] for number in left if number in self._pulls}
         wait(coming.values(), _GRACE)
         for number in coming:
-            found = self.take(number, 0.0)
+            reply = self.take(number, 0.0)
             if self._pulls.pop(number, None) is not None:
-                found = TimeoutError("its reply has begun to come, but is not whole")
-            if found is not None:
-                yield number, found
+                reply = TimeoutError("its reply has begun to come, but is not whole")
+            if reply is not None:
+                yield number, reply
 
 
 def _begun(work: Callable[[], _Result]) -> Future[_Result]:

@@ -58,9 +58,9 @@ def split(model: nn.Module, frozen: Collection[str], example: Tensor) -> Split |
     if not known or all(node.op == "placeholder" for node in known):
         return None
     first, rest = _first(traced, known, static), _rest(traced, known, static)
-    found = Split(first, rest, sum(_bytes(values.of[node]) for node in known))
+    parts = Split(first, rest, sum(_bytes(values.of[node]) for node in known))
     try:
-        return found if _agrees(found, example, expected) and _is_constant(first, example) else None
+        return parts if _agrees(parts, example, expected) and _is_constant(first, example) else None
     except Exception:  # a normalisation that cannot do with a single sample, for one
         return None
 
@@ -100,8 +100,8 @@ def _is_fixed(traced: fx.GraphModule, path: str, frozen: Collection[str]) -> boo
     module = traced.get_submodule(path)
     names = [
         name
-        for found in (module.named_parameters(prefix=path), module.named_buffers(prefix=path))
-        for name, _ in found
+        for tensors in (module.named_parameters(prefix=path), module.named_buffers(prefix=path))
+        for name, _ in tensors
     ]
     random = any(
         word in type(part).__name__.lower() for part in module.modules() for word in _RANDOM
@@ -160,10 +160,10 @@ def _bytes(value: Tensor) -> int:
     return value[0].numel() * value.element_size()
 
 
-def _agrees(found: Split, example: Tensor, expected: Any) -> bool:
+def _agrees(parts: Split, example: Tensor, expected: Any) -> bool:
     """Whether both parts together give what the network gives."""
-    with _evaluating(found.first, found.rest):
-        outputs = found.rest(*found.first(example))
+    with _evaluating(parts.first, parts.rest):
+        outputs = parts.rest(*parts.first(example))
     return isinstance(expected, Tensor) and bool(torch.equal(outputs, expected))
 
 

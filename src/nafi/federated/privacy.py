@@ -7,7 +7,7 @@ before the noise, and the noise cannot be foretold from anything that the server
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import inf, isfinite, prod
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nafi.errors import InputError, NafiError
 from nafi.federated.architecture import Tensors
-from nafi.graph.spec import holds_numbers, widened
+from nafi.graph import holds_numbers, widened
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,14 @@ class Noise:
         if not 0 <= self.scale < inf:
             raise InputError(f"scale: found {self.scale!r}, expected a number of at least 0")
 
-    def applied(self, before: Tensors, after: Tensors) -> dict[str, Tensor]:
-        """What leaves the client; tensors that hold no numbers, as counters, stay."""
+    def applied(
+        self, before: Tensors, after: Tensors, variances: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """What leaves the client; tensors that hold no numbers, as counters, stay.
+
+        variances: tensors in which no number may be below zero; looking at the sign of what leaves
+            costs no privacy
+        """
         moved = {
             name: widened(tensor) - widened(before[name])
             for name, tensor in after.items()
@@ -60,7 +66,9 @@ class Noise:
             if change.is_complex():
                 blur = torch.complex(blur, drawn(tuple(change.shape)))
             value = widened(before[name]) + share * change + self.clip * self.scale * blur
-            sent[name] = _allowed(name, value).to(after[name].dtype)
+            if name in variances:
+                value = value.clamp_min(0.0)
+            sent[name] = value.to(after[name].dtype)
         return sent
 
 
@@ -76,8 +84,3 @@ def _unforeseeable(shape: tuple[int, ...]) -> Tensor:
 def _foretold(seed: int) -> Callable[[tuple[int, ...]], Tensor]:
     rng = np.random.default_rng(seed)
     return lambda shape: torch.from_numpy(np.asarray(rng.standard_normal(shape)))
-
-
-def _allowed(name: str, value: Tensor) -> Tensor:
-    """Variances stay variances; looking at the sign of what leaves costs no privacy."""
-    return value.clamp_min(0.0) if name.endswith("running_var") else value

@@ -43,13 +43,13 @@ class Roster:
         Shorter names come first: "2" before "10". The order is the same whenever they came.
         """
         end = time.monotonic() + seconds
-        told = wanted
+        reported = wanted
         while True:
             here = self._introduced(post)
-            if len(here) < wanted and len(here) != told:
-                told = len(here)
+            if len(here) < wanted and len(here) != reported:
+                reported = len(here)
                 rest = max(0.0, end - time.monotonic())
-                log.info("%d of %d nodes are there; waiting %.0f seconds", told, wanted, rest)
+                log.info("%d of %d nodes are there; waiting %.0f seconds", reported, wanted, rest)
             if len(here) >= wanted or time.monotonic() >= end:
                 return sorted(here, key=lambda name: (len(name), name))
             time.sleep(min(1.0, max(0.0, end - time.monotonic())))

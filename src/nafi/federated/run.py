@@ -7,6 +7,7 @@ at any moment and resumed ends with the same bytes.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,11 +20,12 @@ from typing import Any
 from torch import nn
 
 from nafi.errors import InputError, NafiError, few
-from nafi.federated.acceptance import Acceptance, QuorumError, Shapes, shapes_of
-from nafi.federated.messages import check_state, read_state, write_state
+from nafi.federated.acceptance import Acceptance, QuorumError
+from nafi.federated.codec import pack
+from nafi.federated.messages import read_state, write_state
 from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of, tensors_of
 from nafi.files import remove_leftovers
-from nafi.graph.spec import holds_numbers
+from nafi.graph import holds_numbers
 
 log = logging.getLogger(__name__)
 _LONGEST = 300
@@ -66,9 +68,10 @@ class Round:
         self.started = time.perf_counter()
         self.needed = self.acceptance.needed(len(self.clients))
         architecture, form = self.strategy.architecture, self.state.form
-        self.shapes: Shapes = shapes_of(architecture, form)
+        self.shapes = architecture.shapes(form)
         model, spec = architecture.network(form)
-        self.own = {n: t for n, t in tensors_of(model, spec.axes).items() if not holds_numbers(t)}
+        tensors = tensors_of(model, spec.axes)
+        self.counters = {n: t for n, t in tensors.items() if not holds_numbers(t)}
         self.done = self.state.round * len(self.clients)
         self.total = self.strategy.rounds * len(self.clients)
         self.tell(self.label, self.done, self.total)
@@ -77,12 +80,12 @@ class Round:
     def label(self) -> str:
         return f"round {self.state.round + 1} of {self.strategy.rounds}"
 
-    def given(self) -> Iterator[tuple[str, Task]]:
+    def hand_out(self) -> Iterator[tuple[str, Task]]:
         """What each client is asked to do."""
         for client in self.clients:
             task = self.strategy.task(self.state, client)
             self.tasks[client] = task
-            self.down += size_of(task.tensors)
+            self.down += size_of(task.tensors) + size_of(task.extras)
             yield client, task
 
     def finish(self, outcomes: Iterable[Outcome]) -> tuple[State, Record]:
@@ -94,14 +97,14 @@ class Round:
             raise
         self._check_quorum()
         self._check_finite(after)
-        told = [loss for loss in self.losses if isfinite(loss)]
+        losses = [loss for loss in self.losses if isfinite(loss)]
         return after, {
             "round": after.round,
             "clients": len(self.clients),
             "refused": self.refused,
             "bytes_down": self.down,
             "bytes_up": self.up,
-            "loss": round(fmean(told), 5) if told else None,
+            "loss": round(fmean(losses), 5) if losses else None,
             "seconds": round(time.perf_counter() - self.started, 3),
         }
 
@@ -120,10 +123,10 @@ class Round:
                 log.warning("%s: client %s refused: %s", self.label, client, self.refused[client])
                 self.tell(f"{self.label}, client {client} refused", self.done, self.total)
                 continue
-            self.up += size_of(update.tensors)
+            self.up += size_of(update.tensors) + size_of(update.extras)
             self.losses.append(loss)
-            told = f", loss {loss:.3f}" if isfinite(loss) else ""
-            self.tell(f"{self.label}, client {client}{told}", self.done, self.total)
+            loss_text = f", loss {loss:.3f}" if isfinite(loss) else ""
+            self.tell(f"{self.label}, client {client}{loss_text}", self.done, self.total)
             yield self._with_counters_as_sent(update, task)
 
     def _with_counters_as_sent(self, update: Update, task: Task) -> Update:
@@ -131,7 +134,7 @@ class Round:
 
         They cannot be averaged: one client's would be everybody's.
         """
-        fixed = {n: task.tensors.get(n, t) for n, t in self.own.items() if n in update.tensors}
+        fixed = {n: task.tensors.get(n, t) for n, t in self.counters.items() if n in update.tensors}
         return replace(update, tensors={**update.tensors, **fixed})
 
     def _check_quorum(self, cause: Exception | None = None) -> None:
@@ -145,13 +148,17 @@ class Round:
 
     def _check_finite(self, after: State) -> None:
         """What clients sent is finite, and so is nearly everything that can come of it."""
-        for own in (after.tensors, *(member.tensors for member in after.members.values())):
-            bad = [n for n, t in own.items() if holds_numbers(t) and not bool(t.isfinite().all())]
-            if bad:
-                raise NafiError(
-                    f"{self.label}: {few(bad)} became NaN or infinite. The rounds before are kept; "
-                    "limit what clients can send with max_norm or a screen, or lower the rate"
-                )
+        tensors = pack(after)[1]
+        bad = [
+            name.removeprefix("tensors/")
+            for name, tensor in tensors.items()
+            if holds_numbers(tensor) and not bool(tensor.isfinite().all())
+        ]
+        if bad:
+            raise NafiError(
+                f"{self.label}: {few(bad)} became NaN or infinite. The rounds before are kept; "
+                "limit what clients can send with max_norm or a screen, or lower the rate"
+            )
 
 
 def _short(text: str) -> str:
@@ -179,16 +186,18 @@ def conduct(
 
     For the rest see `simulate`.
     """
-    state = strategy.start()
+    strategy.check_classes(acceptance.classes)
+    state: State = strategy.start()
     records: Records = []
+    model: nn.Module | None = None
     if checkpoint is not None:
         remove_leftovers(checkpoint)
     if checkpoint is not None and checkpoint.exists():
         if not resume:
             raise InputError(f"{checkpoint} exists already: resume it, or give another name")
-        state, records, settings = read_state(checkpoint)
+        state, records, settings = read_state(checkpoint, strategy.state_type)
         _check_same_run(checkpoint, settings, strategy.settings())
-        check_state(state, strategy.architecture)
+        strategy.check_state(state)
         if state.round > strategy.rounds:
             raise InputError(
                 f"{checkpoint} holds {state.round} rounds, more than the {strategy.rounds} asked "
@@ -202,22 +211,24 @@ def conduct(
         state, record = carry(round)
         record["widths"] = list(state.form.widths.values())
         if evaluate is not None:
-            found = {n: float(value) for n, value in evaluate(strategy.model(state)).items()}
-            told = "".join(f", {name} {value:.4g}" for name, value in found.items())
-            tell(f"{round.label}{told}", round.done, round.total)
-            record |= found
+            model = strategy.model(state)
+            # It may do with its copy as it likes; the last one is the run's.
+            scores = {n: float(v) for n, v in evaluate(copy.deepcopy(model)).items()}
+            scores_text = "".join(f", {name} {value:.4g}" for name, value in scores.items())
+            tell(f"{round.label}{scores_text}", round.done, round.total)
+            record |= scores
         records = [*records, record]
         if checkpoint is not None:
             write_state(checkpoint, state, records, strategy.settings())
-    return Run(strategy.model(state), state, records)
+    return Run(strategy.model(state) if model is None else model, state, records)
 
 
 def _check_same_run(
-    checkpoint: Path, found: Mapping[str, Any], expected: Mapping[str, Any]
+    checkpoint: Path, written: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
     for name in expected:
-        if found.get(name) != expected[name]:
+        if written.get(name) != expected[name]:
             raise InputError(
-                f"{checkpoint} is of another run: {name} was {found.get(name)}, now it is "
+                f"{checkpoint} is of another run: {name} was {written.get(name)}, now it is "
                 f"{expected[name]}; give another checkpoint, or remove it"
             )

@@ -1,6 +1,6 @@
 """A client's data.
 
-Hides: nothing. Promises: inputs and targets of equal length, which can be indexed together.
+Promises: inputs and targets of equal length, which can be indexed together.
 """
 
 from __future__ import annotations

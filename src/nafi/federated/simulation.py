@@ -21,6 +21,7 @@ from nafi.federated.acceptance import Acceptance
 from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.run import Evaluate, Outcome, Progress, Run, conduct
 from nafi.federated.strategy import Strategy, Task, Update
+from nafi.options import whole
 
 Work = Callable[[str, Task], tuple[Update, float]]
 # Does several clients' tasks: (client, task) pairs in, outcomes in the same order out.
@@ -43,11 +44,13 @@ def simulate(
 
     work: does a client's task; a `Trainer`, as a rule. With several workers it goes to each of
         their processes once, so it must be picklable.
-    evaluate: looks at the global model after each round; its numbers go into the round's record
+    evaluate: looks at a copy of the global model after each round; its numbers go into the round's
+        record
     checkpoint: a file that holds the run after each round; resume: go on with it if it exists
     acceptance: which updates are used, and how many a round needs; by default every client must
         deliver one that can be used, or the run ends with a `QuorumError`. Its classes are by
         default those of `work`, if that is a `Trainer`
+    workers: processes that train; 1 is this one
     progress: called with (what is done, steps done, steps in all)
 
     A record has the round, its clients, who was refused and why, bytes down and up, counted from
@@ -55,6 +58,7 @@ def simulate(
     and what `evaluate` found.
     """
     names = list(clients)
+    whole(1).check(workers, "workers")
     if not names or len(set(names)) < len(names):
         raise InputError(f"clients: found {names!r}, expected names that differ")
     rules = acceptance or Acceptance()
@@ -64,7 +68,7 @@ def simulate(
         return conduct(
             strategy,
             lambda: names,
-            lambda round: round.finish(crew(round.given())),
+            lambda round: round.finish(crew(round.hand_out())),
             rules,
             evaluate=evaluate,
             checkpoint=None if checkpoint is None else Path(checkpoint),
@@ -76,7 +80,7 @@ def simulate(
 @contextmanager
 def _crew(work: Work, workers: int) -> Iterator[Crew]:
     if workers == 1:
-        yield lambda given: (_tried(work, client, task) for client, task in given)
+        yield lambda tasks: (_tried(work, client, task) for client, task in tasks)
         return
     pool = _Pool(work, workers)
     try:
@@ -96,10 +100,10 @@ class _Pool:
         self.work, self.workers = work, workers
         self.processes = self._started()
 
-    def outcomes(self, given: Iterator[tuple[str, Task]]) -> Iterator[Outcome]:
+    def outcomes(self, tasks: Iterator[tuple[str, Task]]) -> Iterator[Outcome]:
         """In the order of the tasks; few more than there are workers are under way at a time."""
         waiting: deque[_Sent] = deque()
-        for client, task in given:
+        for client, task in tasks:
             content = task_to(task)
             waiting.append((client, content, self._submitted(client, content)))
             if len(waiting) > 2 * self.workers:
@@ -113,11 +117,11 @@ class _Pool:
     def _result(self, client: str, content: bytes, future: _Future) -> Outcome:
         try:
             try:
-                found, loss = future.result()
+                answer, loss = future.result()
             except BrokenProcessPool:
                 # A process died, and took the tasks of all others with it: once more, alone.
-                found, loss = self._submitted(client, content).result()
-            return update_from(found), loss
+                answer, loss = self._submitted(client, content).result()
+            return update_from(answer), loss
         except Exception as error:
             return error
 

@@ -1,29 +1,41 @@
 """Strategies by name.
 
-Hides: which class and which settings a name stands for. Promises: one place for the names that
-configurations use; an unknown name or option raises an error that lists the known ones.
+Hides: which class and which options a name stands for. Promises: a strategy is one class and one
+decorator; its options are the fields of the class, of `Training` and of its method of fusion, and
+all are checked when it is made. An unknown name or option raises an error that lists the known
+ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from nafi.errors import InputError
 from nafi.federated.architecture import Architecture
-from nafi.federated.averaging import FusionRounds
-from nafi.federated.layerwise import Layerwise
 from nafi.federated.strategy import Strategy
 from nafi.federated.training import Training
-from nafi.fusion import METHODS, AligningMethod, Bayesian, Method, make_method, method_names
-from nafi.fusion import option_names as method_options
-from nafi.fusion.screen import Screen
+from nafi.fusion import METHODS, Method, make_method
 from nafi.options import check_names
 
-STRATEGIES = ("fedavg", "fedprox", "ot", "rebasin", "match-then-average", "layerwise")
-_OF_TRAINING = tuple(f.name for f in fields(Training))
-_OF_SCREEN = tuple(f.name for f in fields(Screen))
+# Name -> class of every strategy, in the order in which they were registered.
+STRATEGIES: dict[str, type[Strategy]] = {}
+_Class = TypeVar("_Class", bound=type[Strategy])
+_COMMON = tuple(field.name for field in fields(Strategy))
+_OF_TRAINING = tuple(field.name for field in fields(Training))
+
+
+def strategy(name: str) -> Callable[[_Class], _Class]:
+    """Make a frozen dataclass known as a strategy."""
+
+    def register(kind: _Class) -> _Class:
+        if name in STRATEGIES:
+            raise InputError(f"strategy {name}: there is one already, {STRATEGIES[name].__name__}")
+        STRATEGIES[name] = kind
+        return kind
+
+    return register
 
 
 def make_strategy(
@@ -36,65 +48,53 @@ def make_strategy(
     fraction: float = 1.0,
     **options: Any,
 ) -> Strategy:
-    """A strategy by its name.
+    """A strategy by its name; the class in `STRATEGIES` documents what it does and its options.
 
-    fedavg: all start from the same weights, and the mean by samples is the next start
-    fedprox: the same, with `proximal`, by default 0.01
-    ot, rebasin: clients start on their own, and every round is fused that way, by default with
-        batchnorm="average"
-    match-then-average: clients start on their own and are fused by `method`, "nafi" by default;
-        after that the rounds are those of fedavg, or of fedprox with `proximal`
-    layerwise: a group of neurons a round, by `method` "nafi" or "pfnm", which makes it FedMA
-
-    options: of the strategy, of `nafi.fuse` where it fuses, and of `Training` for all of them;
-    `clip` and `trim` of `nafi.fuse` also where updates are averaged
+    options: of the strategy, of its method of fusion, see `nafi.fuse`, and of `Training`
     """
-    if name not in STRATEGIES:
-        raise InputError(f"strategy: found {name!r}, expected one of {', '.join(STRATEGIES)}")
+    kind = strategy_class(name)
     check_names(options, option_names(name), f"strategy {name}")
-    left = dict(options)
+    left = {**kind.defaults, **options}
     changes = {key: left.pop(key) for key in _OF_TRAINING if key in left}
-    if name == "fedprox":
-        changes.setdefault("proximal", 0.01)
-    common = (architecture, replace(training, **changes), rounds, seed, fraction)
-    if name == "layerwise":
-        freeze = left.pop("freeze", True)
-        method = _method(left, Bayesian)
-        assert isinstance(method, Bayesian)
-        return Layerwise(*common, freeze=freeze, method=method)
-    shares = left.pop("class_shares", False)
-    if name in ("fedavg", "fedprox"):
-        return FusionRounds(*common, class_shares=shares, screen=Screen(**left))
-    if name in METHODS:
-        each = make_method(name, **{"batchnorm": "average", **left})
-        return FusionRounds(*common, first=each, then=each, shared_start=False)
-    screen = Screen(**{key: left[key] for key in _OF_SCREEN if key in left})
-    first = _method(left, AligningMethod)
-    return FusionRounds(
-        *common, first=first, shared_start=False, class_shares=shares, screen=screen
-    )
+    arguments = {key: left.pop(key) for key in _own_options(kind) if key in left}
+    if kind.method_kind is not None:
+        arguments["method"] = _method(kind.method_kind, left)
+    trained = replace(training, **changes)
+    return kind(architecture, trained, rounds, seed, fraction, **arguments)
 
 
-def _method(options: Mapping[str, Any], kind: type) -> Method:
-    """The method that a strategy matches by, "nafi" unless its options say otherwise."""
-    left = dict(options)
-    name = left.pop("method", "nafi")
-    method = make_method(name, **left)
-    if not isinstance(method, kind):
-        known = ", ".join(method_names(kind))
-        raise InputError(f"method: found {name!r}, expected one of {known}")
-    return method
+def strategy_class(name: str) -> type[Strategy]:
+    """Look a strategy up."""
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise InputError(f"strategy: found {name!r}, expected one of {', '.join(STRATEGIES)}")
+    return STRATEGIES[name]
 
 
 def option_names(name: str) -> list[str]:
     """The options that a strategy has beside rounds, seed and fraction."""
-    own: dict[str, tuple[str, ...]] = {
-        "fedavg": ("class_shares", *_OF_SCREEN),
-        "fedprox": ("class_shares", *_OF_SCREEN),
-        "ot": method_options("ot"),
-        "rebasin": method_options("rebasin"),
-        "match-then-average": ("method", "class_shares", *method_options("nafi")),
-        "layerwise": ("method", "freeze", *method_options("nafi")),
-    }
-    every = dict.fromkeys((*own[name], *_OF_TRAINING))
-    return [option for option in every if option != "seed"]
+    kind = strategy_class(name)
+    names = list(_own_options(kind))
+    if kind.method_kind is not None:
+        methods = _methods(kind.method_kind)
+        names += ["method"] if len(methods) > 1 else []
+        names += [option for method in methods.values() for option in method.option_names()]
+    return [n for n in dict.fromkeys((*names, *_OF_TRAINING)) if n not in _COMMON]
+
+
+def _own_options(kind: type[Strategy]) -> list[str]:
+    """The fields of a strategy's class, without those that all have."""
+    return [n for n in kind.option_names() if n not in (*_COMMON, "method")]
+
+
+def _methods(kind: type[Method]) -> Mapping[str, type[Method]]:
+    """The methods of a kind; the first is the default."""
+    return {name: method for name, method in METHODS.items() if issubclass(method, kind)}
+
+
+def _method(kind: type[Method], options: Mapping[str, Any]) -> Method:
+    left = dict(options)
+    known = _methods(kind)
+    name = left.pop("method", next(iter(known)))
+    if name not in known:
+        raise InputError(f"method: found {name!r}, expected one of {', '.join(known)}")
+    return make_method(name, **left)

@@ -1,28 +1,31 @@
 """What a federation does, as explicit state and pure functions over it.
 
-Hides: nothing of the state; it can be saved after any round. Promises: whoever carries tasks to
-clients and their updates back, in this process or over a network, gets the same global model.
+Promises: a state holds all that a strategy knows, so that it can be saved after any round; whoever
+carries tasks to clients and their updates back, in this process or over a network, gets the same
+global model.
 """
 
 from __future__ import annotations
 
-import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
-from nafi.errors import InputError
-from nafi.federated.architecture import Architecture, Form, Tensors
+from nafi.errors import InputError, few
+from nafi.federated.architecture import Architecture, Form, Shapes, Tensors
 from nafi.federated.randomness import derived_seed
+from nafi.federated.settings import plain_data
 from nafi.federated.training import Training
-from nafi.graph.trace import named_tensors
-from nafi.options import whole
+from nafi.fusion import Method
+from nafi.graph import named_tensors
+from nafi.options import Constraint, Options, option, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +36,8 @@ class Task:
     tensors: its weights; what is not given the client draws itself, from its seed
     frozen: the tensors to leave as they are
     start, seed: of the client's first weights, and of its batches in this round
+    extras: what the strategy tells the client beside weights, as control variates
+    asks: what the client's update may carry beside weights, as statistics of its data
     """
 
     round: int
@@ -42,6 +47,8 @@ class Task:
     training: Training
     start: int
     seed: int
+    extras: Tensors = field(default_factory=dict)
+    asks: Shapes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +57,7 @@ class Update:
 
     tensors: its weights after training, without the frozen ones
     samples, class_counts: how many samples it trained on, in all and of each class if there are any
+    extras: what its task asks for beside weights
     """
 
     client: str
@@ -57,87 +65,96 @@ class Update:
     tensors: Tensors
     samples: int
     class_counts: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """What the server remembers of a client: its own weights, and its counts."""
-
-    tensors: Tensors
-    samples: int
-    class_counts: tuple[int, ...] | None = None
+    extras: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """All that a federation knows between two rounds.
+    """What every strategy knows between two rounds; one that knows more adds fields.
 
     round: how many are finished
     form, tensors: of the global model, as far as there is one
-    matched: the groups whose order is settled in this pass, for strategies that go layer by layer
-    members: what is remembered of clients, for strategies that give each its own weights
     """
 
     round: int
     form: Form
     tensors: Tensors = field(default_factory=dict)
-    matched: tuple[str, ...] = ()
-    members: Mapping[str, Member] = field(default_factory=dict)
+
+
+_SHARE = Constraint(
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
+    "more than 0, at most 1",
+)
+# A strategy without a parameter is one whose state is not known to the type checker.
+StateOf = TypeVar("StateOf", bound=State, default=Any)
+_Method = TypeVar("_Method", bound=Method)
 
 
 @dataclass(frozen=True, eq=False)
-class Strategy(ABC):
-    """An algorithm of federated training.
+class Strategy(Options, ABC, Generic[StateOf]):
+    """An algorithm of federated training; its further fields are its options.
 
     rounds: how often clients train and send; fraction: the share of clients that take part in each
+
+    A subclass may say what its state is (`state_type`, a frozen dataclass), which methods of fusion
+    its field `method` may hold (`method_kind`), and where defaults of `Training` and of the method
+    are others for it (`defaults`).
     """
+
+    state_type: ClassVar[type[State]] = State
+    method_kind: ClassVar[type[Method] | None] = None
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     architecture: Architecture
     training: Training
-    rounds: int
-    seed: int = 0
-    fraction: float = 1.0
-
-    def __post_init__(self) -> None:
-        whole(1).check(self.rounds, "rounds")
-        whole(0).check(self.seed, "seed")
-        share = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
-        if not share or not 0 < self.fraction <= 1:
-            raise InputError(f"fraction: found {self.fraction!r}, expected more than 0, at most 1")
+    rounds: int = option(whole(1))
+    seed: int = option(whole(0), 0)
+    fraction: float = option(_SHARE, 1.0)
 
     @abstractmethod
-    def start(self) -> State:
+    def start(self) -> StateOf:
         """Before the first round."""
 
     @abstractmethod
-    def task(self, state: State, client: str) -> Task:
+    def task(self, state: StateOf, client: str) -> Task:
         """What a client is to do in the next round."""
 
     @abstractmethod
-    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+    def aggregate(self, state: StateOf, updates: Iterable[Update]) -> StateOf:
         """The state after a round; updates are taken one at a time, in the order given."""
 
     @abstractmethod
-    def model(self, state: State) -> nn.Module:
+    def model(self, state: StateOf) -> nn.Module:
         """The global model, in eval mode, as if the run ended now."""
+
+    def check_state(self, state: StateOf) -> None:
+        """Refuse a state, as read from a file, that is none of this strategy."""
+        check_shapes(state.tensors, self.architecture.shapes(state.form))
+
+    def check_classes(self, classes: int | None) -> None:
+        """Refuse before any round a number of classes that cannot be used; None: not counted."""
 
     def settings(self) -> dict[str, Any]:
         """What decides the result, beside data and the number of rounds; plain data."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         for name in ("architecture", "rounds"):
-            del own[name]
-        plain_data = {n: asdict(v) if is_dataclass(v) else v for n, v in own.items()}  # type: ignore[arg-type]
-        named = json.dumps(plain_data, default=lambda v: getattr(v, "__qualname__", str(v)))
+            del options[name]
         spec = self.architecture.spec
         shapes = {name: spec.shape(name) for name in spec.axes}
         return {
             "strategy": type(self).__name__,
             "network": f"{len(shapes)} tensors, {zlib.crc32(repr(shapes).encode()):08x}",
-            "widths": spec.widths,
-            **json.loads(named),
+            "widths": dict(spec.widths),
+            **{name: plain_data(value) for name, value in options.items()},
         }
 
-    def finished(self, state: State) -> bool:
+    def seeded(self, method: _Method) -> _Method:
+        """A method with the seed of the strategy, if it has one."""
+        if "seed" not in method.option_names():
+            return method
+        return replace(method, **{"seed": self.seed})
+
+    def finished(self, state: StateOf) -> bool:
         """Whether all rounds are done."""
         return state.round >= self.rounds
 
@@ -145,7 +162,7 @@ class Strategy(ABC):
         """How many take part in a round, of those that are there."""
         return max(1, round(self.fraction * clients))
 
-    def select(self, state: State, clients: Sequence[str]) -> list[str]:
+    def select(self, state: StateOf, clients: Sequence[str]) -> list[str]:
         """Who takes part in the next round, in the order of the clients."""
         count = self.sampled(len(clients))
         if count == len(clients):
@@ -154,7 +171,14 @@ class Strategy(ABC):
         return [clients[k] for k in sorted(rng.choice(len(clients), count, replace=False))]
 
     def _task(
-        self, state: State, client: str, tensors: Tensors, frozen: Iterable[str] = ()
+        self,
+        state: State,
+        client: str,
+        tensors: Tensors,
+        frozen: Iterable[str] = (),
+        *,
+        extras: Tensors | None = None,
+        asks: Shapes | None = None,
     ) -> Task:
         who = zlib.crc32(client.encode())
         return Task(
@@ -165,7 +189,21 @@ class Strategy(ABC):
             self.training,
             start=derived_seed(self.seed, who),
             seed=derived_seed(self.seed, who, 1 + state.round),
+            extras=extras or {},
+            asks=asks or {},
         )
+
+
+def check_shapes(tensors: Tensors, shapes: Shapes) -> None:
+    """Refuse tensors, as read from a file, that are not those of a network."""
+    wrong = [
+        name
+        for name, tensor in tensors.items()
+        if name not in shapes
+        or (tuple(tensor.shape), tensor.dtype) != (shapes[name].shape, shapes[name].dtype)
+    ]
+    if wrong:
+        raise InputError(f"{few(wrong)} is not what a network of this form has")
 
 
 def size_of(tensors: Tensors) -> int:
@@ -173,10 +211,11 @@ def size_of(tensors: Tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def class_table(members: Sequence[Update | Member]) -> list[tuple[int, ...]] | None:
+def class_table(counts: Iterable[tuple[int, ...] | None]) -> list[tuple[int, ...]] | None:
     """(S, K) class counts, if all have them."""
-    found = [m.class_counts for m in members]
-    return None if any(c is None for c in found) else [c for c in found if c is not None]
+    rows = list(counts)
+    known = [row for row in rows if row is not None]
+    return known if len(known) == len(rows) else None
 
 
 def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,8 +225,8 @@ def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def tensors_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """Copies of a model's tensors."""
-    found = named_tensors(model)
-    return plain({name: found[name] for name in names})
+    tensors = named_tensors(model)
+    return plain({name: tensors[name] for name in names})
 
 
 Records = list[dict[str, Any]]

@@ -7,6 +7,7 @@ bit for bit as before; the result depends on the weights, the samples and the se
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Literal, get_args
@@ -20,8 +21,7 @@ from nafi.errors import InputError
 from nafi.federated.prefix import CACHE_BYTES, Split, split
 from nafi.federated.randomness import seeded
 from nafi.federated.samples import Samples, as_numbers
-from nafi.graph.spec import holds_numbers
-from nafi.graph.trace import named_tensors
+from nafi.graph import holds_numbers, named_tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Optimiser = Literal["sgd", "adam", "rmsprop"]
@@ -64,17 +64,17 @@ class Training:
 
 def make_optimiser(parameters: Iterable[Tensor], training: Training) -> torch.optim.Optimizer:
     """The optimiser of a training, fused where torch can."""
-    given, rate, decay = list(parameters), training.rate, training.decay
+    trained, rate, decay = list(parameters), training.rate, training.decay
     match training.optimiser:
         case "sgd":
             return torch.optim.SGD(
-                given, rate, momentum=training.momentum, weight_decay=decay, fused=True
+                trained, rate, momentum=training.momentum, weight_decay=decay, fused=True
             )
         case "adam":
-            return torch.optim.Adam(given, rate, weight_decay=decay, amsgrad=True, fused=True)
+            return torch.optim.Adam(trained, rate, weight_decay=decay, amsgrad=True, fused=True)
         case "rmsprop":
             return torch.optim.RMSprop(
-                given, rate, momentum=training.momentum, weight_decay=decay, foreach=True
+                trained, rate, momentum=training.momentum, weight_decay=decay, foreach=True
             )
 
 
@@ -91,8 +91,9 @@ def train(
 ) -> float:
     """Train a network in place; returns the mean loss of the last epoch.
 
-    frozen: tensors that keep their values. What the network computes from them and the inputs alone
-        is computed once for all epochs, if it takes no more than `cache_bytes`.
+    frozen: tensors that keep their values, beside parameters that require no gradient. What the
+        network computes from them and the inputs alone is computed once for all epochs, if it takes
+        no more than `cache_bytes`.
     """
     if not len(samples):
         raise InputError("a client without samples cannot train")
@@ -101,29 +102,43 @@ def train(
     images = samples.inputs.ndim == 4 and all(p.ndim < 5 for p in model.parameters())
     layout = torch.channels_last if images else torch.contiguous_format
     model.to(device).to(memory_format=layout).train()  # type: ignore[call-overload]
-    _freeze(model, frozen)
-    learnt = [p for p in model.parameters() if p.requires_grad]
-    if not learnt:
-        return float("nan")
+    mean = float("nan")
+    with _frozen(model, frozen):
+        learnt = [p for p in model.parameters() if p.requires_grad]
+        if learnt:
+            inputs = samples.inputs.contiguous(memory_format=layout)
+            outputs_of = _cached(model, inputs, frozen, device, cache_bytes) if frozen else None
+            if outputs_of is None:
+                outputs_of = lambda index: model(as_numbers(inputs[index].to(device)))  # noqa: E731
+            values = lambda index: loss(outputs_of(index), samples.labels[index].to(device))  # noqa: E731
+            with seeded(seed, device):  # for what networks draw themselves, as dropout does
+                mean = _descend(values, learnt, len(samples), training, seed)
+    model.to("cpu").to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
+    return mean
+
+
+def _descend(
+    values: Callable[[Tensor], Tensor],
+    learnt: Sequence[Tensor],
+    count: int,
+    training: Training,
+    seed: int,
+) -> float:
+    """All epochs; returns the mean loss of the last.
+
+    values: the loss of samples by their numbers; learnt: the parameters to train
+    """
     pulled = [(p, p.detach().clone()) for p in learnt] if training.proximal else []
     optimiser = make_optimiser(learnt, training)
     rng = np.random.default_rng(seed)
-    inputs = samples.inputs.contiguous(memory_format=layout)
-    outputs_of = _cached(model, inputs, frozen, device, cache_bytes) if frozen else None
-    if outputs_of is None:
-        outputs_of = lambda index: model(as_numbers(inputs[index].to(device)))  # noqa: E731
     total = 0.0
-    with seeded(seed, device):  # for what networks draw themselves, as dropout does
-        for _ in range(training.epochs):
-            total = 0.0
-            for index in batches(len(samples), training.batch, rng):
-                value = loss(outputs_of(index), samples.labels[index].to(device))
-                _step(optimiser, value, pulled, training.proximal)
-                total += float(value.detach()) * len(index)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    model.to("cpu").to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
-    return total / len(samples)
+    for _ in range(training.epochs):
+        total = 0.0
+        for index in batches(count, training.batch, rng):
+            value = values(index)
+            _step(optimiser, value, pulled, training.proximal)
+            total += float(value.detach()) * len(index)
+    return total / count
 
 
 def _step(
@@ -161,20 +176,28 @@ def batches(count: int, size: int, rng: np.random.Generator) -> Iterator[Tensor]
     yield from torch.tensor_split(order, cuts)
 
 
-def _freeze(model: nn.Module, frozen: Collection[str]) -> None:
-    """Let nothing change the frozen tensors: neither gradients nor running statistics.
+@contextmanager
+def _frozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Let nothing change some tensors for a while: neither gradients nor running statistics.
 
     A normalisation whose statistics are frozen uses them, as it will in the global model.
+    Parameters that learnt before learn again afterwards; what the user froze stays so.
     """
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in frozen:
-            parameter.requires_grad_(False)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    held = [p for name, p in parameters.items() if name in names and p.requires_grad]
+    for parameter in held:
+        parameter.requires_grad_(False)
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
-            own = module.named_buffers(prefix=path, recurse=False)
-            statistics = [name for name, buffer in own if holds_numbers(buffer)]
-            if statistics and all(name in frozen for name in statistics):
+            buffers = module.named_buffers(prefix=path, recurse=False)
+            statistics = [name for name, buffer in buffers if holds_numbers(buffer)]
+            if statistics and all(name in names for name in statistics):
                 module.eval()
+    try:
+        yield
+    finally:
+        for parameter in held:
+            parameter.requires_grad_(True)
 
 
 def _cached(
@@ -182,8 +205,8 @@ def _cached(
 ) -> Callable[[Tensor], Tensor] | None:
     """The network as a function of sample numbers, with its frozen part computed beforehand."""
     names = {name for name in frozen if name in named_tensors(model)}
-    found: Split | None = split(model, names, as_numbers(inputs[:2].to(device)))
-    if found is None or found.bytes_per_sample * len(inputs) > limit:
+    parts: Split | None = split(model, names, as_numbers(inputs[:2].to(device)))
+    if parts is None or parts.bytes_per_sample * len(inputs) > limit:
         return None
-    known = found.known(inputs, device)
-    return lambda index: found.rest(*(values[index].to(device) for values in known))
+    known = parts.known(inputs, device)
+    return lambda index: parts.rest(*(values[index].to(device) for values in known))

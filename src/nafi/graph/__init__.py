@@ -6,7 +6,7 @@ from nafi.graph.lift import Placement, Placements, Positions, Shares, lift, lift
 from nafi.graph.neurons import Neurons, Role, Stretch, gather, rows_first, scatter, stretches
 from nafi.graph.normalisation import Normalisation, attach_batchnorm, calibrate, fold_batchnorm
 from nafi.graph.permute import permute, permute_state, random_permutations
-from nafi.graph.rebuild import rebuild
+from nafi.graph.rebuild import rebuild, resize_state
 from nafi.graph.rules import Call, Value, rule
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
 from nafi.graph.tensors import Axis, Kind, Layer, Segment, TensorSpec
@@ -60,6 +60,7 @@ __all__ = [
     "permute_state",
     "random_permutations",
     "rebuild",
+    "resize_state",
     "rows_first",
     "rule",
     "run_batches",

@@ -1,0 +1,163 @@
+"""Strategies by name: their options, all checked when a strategy is made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from nafi.errors import InputError
+from nafi.federated import (
+    STRATEGIES,
+    Samples,
+    Strategy,
+    Trainer,
+    Training,
+    make_strategy,
+    option_names,
+    simulate,
+)
+from nafi.federated.settings import plain_data
+from nafi.fusion import Nafi
+from tests.federated.networks import small
+
+COMMON = {"architecture", "training", "rounds", "seed", "fraction"}
+
+
+def made(name: str, **options: Any) -> Strategy:
+    return make_strategy(name, small(), Training(epochs=1), **{"rounds": 2, **options})
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_option_can_be_given(name: str) -> None:
+    """At its default, where that depends on no other."""
+    plain = made(name)
+    for option in option_names(name):
+        assert option not in COMMON
+        for owner in (plain, getattr(plain, "method", None), plain.training):
+            if owner is not None and hasattr(owner, option) and option != "method":
+                again = made(name, **{option: getattr(owner, option)})
+                assert again.settings() == plain.settings()
+                break
+
+
+@pytest.mark.parametrize("name", ["layerwise", "match-then-average"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"divergence": "kll"},
+        {"mass": -1},
+        {"sweeps": -1},
+        {"compat": "x"},
+        {"penalty": -1},
+        {"penalty": [0.1, 0.2]},
+        {"evidence": 0},
+        {"prior_ratio": "x"},
+        {"max_width": -2},
+        {"batchnorm": "x"},
+        {"method": "ensemble"},
+        {"trim": 0.5},
+        {"clip": -1.0},
+    ],
+)
+def test_wrong_values_of_the_method_are_refused_when_a_strategy_is_made(
+    name: str, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        made(name, **wrong)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedadam"])
+def test_what_an_average_does_not_use_is_refused(name: str) -> None:
+    for option in ("batchnorm", "penalty", "method"):
+        with pytest.raises(InputError, match=rf"{name} has no option '{option}'"):
+            made(name, **{option: "x"})
+
+
+def test_names_that_are_none_are_refused() -> None:
+    for name in ("fedsgd", "", None, ["fedavg"]):
+        with pytest.raises(InputError, match=r"strategy: found .*, expected one of .*fedadam"):
+            make_strategy(name, small(), Training(), rounds=1)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="method ot has no option 'penalty'"):
+        made("match-then-average", method="ot", penalty=0.1)
+
+
+def never(client: str) -> Samples:
+    raise AssertionError("a client trained")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("layerwise", {}), ("match-then-average", {}), ("fedavg", {"class_shares": True})],
+)
+def test_classes_that_no_layer_has_are_refused_before_any_round(
+    name: str, options: dict[str, Any]
+) -> None:
+    strategy = made(name, **options)
+    with pytest.raises(InputError, match="found 8 classes, but no layer"):
+        simulate(strategy, ["0", "1"], Trainer(strategy.architecture, never, 8))
+
+
+def test_class_shares_without_classes_are_refused_before_any_round() -> None:
+    strategy = made("fedavg", class_shares=True)
+    with pytest.raises(InputError, match="class_shares: clients must count"):
+        simulate(strategy, ["0", "1"], Trainer(strategy.architecture, never))
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])
+def test_workers_are_a_whole_number(workers: Any) -> None:
+    strategy = made("fedavg")
+    with pytest.raises(InputError, match="workers: found"):
+        simulate(strategy, ["0"], Trainer(strategy.architecture, never), workers=workers)
+
+
+def loss(factor: float, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return factor * (outputs - labels).square().mean()
+
+
+class Callable:
+    def __call__(self) -> None:
+        pass
+
+
+SCRIPT = """
+import json
+from tests.federated.test_registry import SETTINGS
+from nafi.federated.settings import plain_data
+print(json.dumps(plain_data(SETTINGS), sort_keys=True))
+"""
+SETTINGS = {
+    "partial": partial(loss, 2.0, labels=partial(loss)),
+    "function": loss,
+    "class": Samples,
+    "object": Callable(),
+    "method": Nafi(penalty=0.1),
+    "training": Training(),
+    "words": frozenset({"b", "a", "c"}),
+}
+
+
+def test_settings_are_the_same_in_another_process() -> None:
+    here = json.dumps(plain_data(SETTINGS), sort_keys=True)
+    assert " at 0x" not in here
+    command = [sys.executable, "-c", SCRIPT]
+    there = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert json.loads(there.stdout) == json.loads(here)
+    other = plain_data({**SETTINGS, "partial": partial(loss, 3.0, labels=partial(loss))})
+    assert json.dumps(other, sort_keys=True) != here
+    assert plain_data(partial(loss, 2.0)) == {
+        "function": "tests.federated.test_registry.loss",
+        "arguments": [2.0],
+    }
+
+
+def test_the_settings_of_every_strategy_are_plain_data() -> None:
+    for name in STRATEGIES:
+        settings = made(name).settings()
+        assert json.loads(json.dumps(settings)) == settings
+        assert settings["strategy"] == STRATEGIES[name].__name__
