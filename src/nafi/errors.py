@@ -5,6 +5,7 @@ what was expected and, where it is not obvious, what to do.
 """
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 
 class NafiError(Exception):
@@ -21,6 +22,15 @@ class SpecError(NafiError):
 
 class CheckpointError(NafiError):
     """A file cannot be read as a checkpoint, or not as one of this network."""
+
+
+def require(extra: str, *packages: str) -> None:
+    """Refuse to go on without packages that only an extra of nafi brings."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise NafiError(
+                f"this needs {package}, which is not installed: pip install 'nafi[{extra}]'"
+            )
 
 
 def few(names: Sequence[str], shown: int = 3) -> str:

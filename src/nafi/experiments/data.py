@@ -11,7 +11,6 @@ import hashlib
 import os
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -32,26 +31,6 @@ class Dataset:
     name: str
     train: Samples
     test: Samples
-
-
-@lru_cache(maxsize=2)
-def load_data(
-    name: str,
-    samples: int | None = None,
-    seed: int = 0,
-    size: tuple[int, int] | None = None,
-) -> Dataset:
-    """A data set by its name.
-
-    samples: so many of the training data, drawn by the seed; size: width and height of images, for
-    data that come in several
-    """
-    known = {"digits": digits, "mnist": mnist, "cifar10": cifar10}
-    data = known[name]() if name in known else carvana(*(size or CARVANA_SIZE))
-    if samples is None:
-        return data
-    order = np.random.default_rng(seed).permutation(len(data.train))[:samples]
-    return Dataset(data.name, data.train[order], data.test)
 
 
 def digits(seed: int = 0) -> Dataset:

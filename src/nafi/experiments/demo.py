@@ -18,10 +18,10 @@ import torch
 
 from nafi.experiments.data import digits
 from nafi.experiments.entries import accuracy
+from nafi.experiments.methods import fuse_clients
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import PAPER, train_clients
-from nafi.fusion import fuse, make_method, option_names
 
 CLIENTS = 8
 ALPHA = 0.5
@@ -78,10 +78,7 @@ def run_demo(seed: int, progress: Callable[[str, int, int], None]) -> Demo:
     for done, (label, method, options) in enumerate(methods):
         progress(label, done + 1, steps)
         start = time.perf_counter()
-        seeded = {"seed": seed} if "seed" in option_names(method) else {}
-        chosen = make_method(method, **seeded, **options)
-        inputs = (data.test.inputs[:2],)
-        result = fuse(models, inputs, chosen, **chosen.used(class_counts=counts))
+        result = fuse_clients(method, models, (data.test.inputs[:2],), seed, options, counts)
         seconds = time.perf_counter() - start
         neurons = sum(result.widths.values()) or WIDTH * (CLIENTS if method == "ensemble" else 1)
         rows.append(DemoRow(label, accuracy(result.model, data.test), neurons, seconds))

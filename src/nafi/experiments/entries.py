@@ -1,6 +1,6 @@
 """What is recorded of a candidate, and how good it is.
 
-Hides: nothing. Promises: numbers rounded alike for all methods.
+Promises: numbers rounded alike for all methods.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Many clients trained at once.
+"""Clients that train alone: one after the other, or all at once.
 
-Hides: that clients' networks are stacked and their steps taken together. Promises: each client gets
-what it would have got alone: its own batches, its own optimiser; sizes may differ.
+Hides: that clients' networks can be stacked and their steps taken together. Promises: each client
+gets what it would have got alone: its own batches, its own optimiser; sizes may differ.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from nafi.errors import InputError
-from nafi.federated.samples import Samples
-from nafi.federated.training import Training, make_optimiser
+from nafi.federated import Samples, Training, train
+from nafi.federated.training import Loss, make_optimiser
 
 Parameters = dict[str, Tensor]
-
+Progress = Callable[[int, int], None]
 
 # As in the paper's MNIST experiments.
 PAPER = Training(epochs=10, batch=32, optimiser="adam", rate=0.01, decay=1e-6)
@@ -31,9 +31,9 @@ def train_clients(
     data: Sequence[Samples],
     training: Training,
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[nn.Module]:
-    """Train copies of the models, each on its own samples.
+    """Train copies of the models together, each on its own samples, by their cross-entropy.
 
     seed: with the client's place decides its batches; progress: called with (epochs done, all)
     """
@@ -58,6 +58,28 @@ def train_clients(
     for place, s in enumerate(order):
         own = {name: value[place] for name, value in clients.parameters.items()}
         trained[s].load_state_dict(own)
+    return trained
+
+
+def train_in_turn(
+    models: Sequence[nn.Module],
+    data: Sequence[Samples],
+    training: Training,
+    seed: int,
+    progress: Progress | None = None,
+    *,
+    loss: Loss = F.cross_entropy,
+    device: str = "cpu",
+) -> list[nn.Module]:
+    """Train copies of the models one after the other: any network and loss, on any device.
+
+    seed: with the client's place decides its batches; progress: called with (clients done, all)
+    """
+    trained = [copy.deepcopy(model) for model in models]
+    for s, (model, samples) in enumerate(zip(trained, data, strict=True)):
+        if progress is not None:
+            progress(s, len(trained))
+        train(model, samples, training, seed=seed + s, loss=loss, device=device)
     return trained
 
 
