@@ -88,9 +88,10 @@ class PaperRow(_Strict):
 
 
 class PaperConfig(_Strict):
-    """The paper's table."""
+    """The paper's table; samples: so many it trained on."""
 
     methods: list[str]
+    samples: int | None = None
     rows: list[PaperRow]
 
     @model_validator(mode="after")

@@ -38,7 +38,7 @@ def _rows() -> list[tuple[str, str, dict[str, Any]]]:
     # Optimal transport needs a package of its own.
     names = [name for name in METHODS if name != "ot" or find_spec("ot") is not None]
     names.remove("ensemble")
-    plain = [(name, name, {}) for name in reversed(names)]
+    plain: list[tuple[str, str, dict[str, Any]]] = [(n, n, {}) for n in reversed(names)]
     return [*plain, _STRICTER, ("ensemble", "ensemble", {})]
 
 

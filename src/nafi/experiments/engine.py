@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from statistics import fmean
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from nafi.errors import InputError
@@ -69,7 +69,7 @@ class _Bench:
         start = time.perf_counter()
         models = population(self.cell.recipe(candidate), self.trial, self.device)
         scores = [self.trial.score(model) for model in models]
-        validation, test = (fmean(score[name] for score in scores) for name in scores[0])
+        validation, test = (float(np.mean([s[name] for s in scores])) for name in scores[0])
         return entry(candidate, validation, test, [], time.perf_counter() - start)
 
     def run_one_shot(self, candidate: Options) -> Record:
