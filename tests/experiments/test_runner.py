@@ -15,16 +15,20 @@ import numpy as np
 import pytest
 
 from nafi.errors import InputError
-from nafi.experiments.cells import cells, run_cell
-from nafi.experiments.config import (
+from nafi.experiments import (
     Experiment,
-    RoundsExperiment,
     experiment_names,
     load_experiment,
+    read_records,
+    read_runs,
+    run_experiment,
 )
+from nafi.experiments.cells import Cell, cells
+from nafi.experiments.clients import population
 from nafi.experiments.entries import accuracy
-from nafi.experiments.populations import describe, population
-from nafi.experiments.runner import read_records, read_runs, run_experiment
+from nafi.experiments.records import finished
+from nafi.experiments.runner import run_cell
+from nafi.experiments.trials import load_trial
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -97,23 +101,39 @@ def test_the_choice_is_made_on_validation_data() -> None:
     assert record["test_picked"] == max(entry["test"] for entry in record["candidates"])
 
 
+def first_cell(experiment: Experiment, method: str = "nafi") -> Cell:
+    """A method's cell of the first trial."""
+    return next(cell for cell in cells(experiment) if cell.method.name == method)
+
+
 def test_validation_samples_are_held_back_and_test_samples_are_others() -> None:
-    experiment = Experiment(**SMALL)
-    found = population(describe(experiment, 0, 3, 1))
-    samples = int(found.counts.sum()) + len(found.validation)
+    cell = first_cell(Experiment(**SMALL))
+    trial = load_trial(cell.trial_settings)
+    assert trial.class_counts is not None
+    samples = int(trial.class_counts.sum()) + len(trial.validation)
     assert samples == 1797 - 1797 // 4
-    assert len(found.validation) == pytest.approx(0.1 * samples, abs=3)
-    again = population(describe(experiment, 0, 3, 1))  # from the cache
-    for one, two in zip(found.models, again.models, strict=True):
-        assert accuracy(one, found.test) == accuracy(two, found.test)
+    assert len(trial.validation) == pytest.approx(0.1 * samples, abs=3)
+    recipe = cell.recipe({})
+    models = population(recipe)
+    assert recipe.file.is_file()
+    for one, two in zip(models, population(recipe), strict=True):
+        assert accuracy(one, trial.test) == accuracy(two, trial.test)
 
 
 def test_starts_are_shared_or_not() -> None:
     experiment = Experiment(**{**SMALL, "training": {"epochs": 1, "rate": 1e-9}})
-    for start, equal in [("own", False), ("shared", True)]:
-        models = population(describe(experiment, 0, 3, 1, start)).models
+    for method, equal in [("nafi", False), ("fedavg", True)]:
+        models = population(first_cell(experiment, method).recipe({}))
         one, two = (m.layers[0].weight.detach().numpy() for m in models[:2])
         assert np.allclose(one, two, atol=1e-5) == equal
+
+
+def test_the_seeds_that_were_used_are_recorded() -> None:
+    """In one shot the fusion takes the number of the trial, whatever the experiment's seed."""
+    record = run_cell(first_cell(Experiment(**{**SMALL, "seed": 3})))
+    assert (record["seed"], record["fusion_seed"]) == (3000, 0)
+    cell = cells(Experiment(**{**ROUNDS, "seed": 3, "trials": 2}))[-1]
+    assert (cell.seed, cell.fusion_seed) == (3001, 3001)
 
 
 def test_a_resumed_run_computes_what_is_missing_only(tmp_path: Path) -> None:
@@ -140,14 +160,16 @@ def test_two_processes_give_the_same_records(tmp_path: Path) -> None:
     assert without_times(one) == without_times(two)
 
 
+MINE = (
+    'name = "my"\ntitle = "Mine"\ndata = "digits"\nclients = [3]\ntrials = 20\nwidth = 10\n'
+    'training = { epochs = 2 }\n[[methods]]\nname = "nafi"\nmethod = "nafi"\n'
+)
+
+
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """Killed without warning in the middle; the second run ends it."""
     toml = tmp_path / "my.toml"
-    toml.write_text(
-        'name = "my"\ntitle = "Mine"\ndata = "digits"\nclients = [3]\ntrials = 40\nwidth = 10\n'
-        'training = { epochs = 2 }\n[[methods]]\nname = "nafi"\nmethod = "nafi"\n'
-        '[[methods]]\nname = "local"\nmethod = "local"\n'
-    )
+    toml.write_text(MINE + '[[methods]]\nname = "local"\nmethod = "local"\n')
     out = tmp_path / "my.jsonl"
     code = "from nafi.cli import main; main()"
     command = [sys.executable, "-c", code, "run", str(toml), "--out", str(out)]
@@ -160,11 +182,114 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     half = [r for r in read_records(out) if r]
-    assert 5 <= len(half) < 80
+    assert 5 <= len(half) < 40
     experiment = load_experiment(str(toml))
     records = run_experiment(experiment, out, jobs=1, resume=True, progress=quiet)
-    assert len(records) == len(read_records(out)) == 80
+    assert len(records) == len(read_records(out)) == 40
     assert records[: len(half)] == half  # kept as they were, seconds included
+
+
+def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
+    """It goes to every process of a terminal; one line says how to resume, and nobody is left.
+
+    Some clients are trained when it comes, others would take hours.
+    """
+    endless = '[[methods]]\nname = "long"\nmethod = "nafi"\noptions = { epochs = 1000000 }\n'
+    (tmp_path / "my.toml").write_text(MINE + endless)
+    options = ["--out", "my records.jsonl", "--trials", "1", "--jobs", "2"]
+    command = [sys.executable, "-c", "from nafi.cli import main; main()", "run", "my.toml"]
+    process = subprocess.Popen(
+        [*command, *options],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "cache").glob("*.safetensors")):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    expected = "nafi run my.toml --resume --out 'my records.jsonl' --trials 1 --jobs 2"
+    assert error.rstrip().endswith(f"To resume: {expected}")
+    while True:  # the operating system takes a moment to bury them
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_failed_run_does_not_block_its_retry(tmp_path: Path) -> None:
+    """Three clients have no reference 7; the second run is the same experiment mended."""
+    file = tmp_path / "deep" / "r.jsonl"
+    bad = {"name": "ot", "method": "ot", "options": {"reference": 7}}
+    with pytest.raises(InputError, match="reference"):
+        run_experiment(
+            Experiment(**{**SMALL, "methods": [bad]}), file, jobs=1, resume=False, progress=quiet
+        )
+    assert not file.exists()
+    file.touch()  # as older versions left it
+    good = {"name": "ot", "method": "ot", "options": {"reference": 1}}
+    experiment = Experiment(**{**SMALL, "trials": 1, "methods": [good]})
+    records = run_experiment(experiment, file, jobs=1, resume=False, progress=quiet)
+    assert read_records(file) == records
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, words in [(tmp_path, "it is a folder"), (tmp_path / "file" / "r.jsonl", "cannot")]:
+        with pytest.raises(InputError, match=words):
+            run_experiment(Experiment(**SMALL), place, jobs=1, resume=False, progress=quiet)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_older_records_are_resumed(tmp_path: Path) -> None:
+    """Of version 0.1.0: without rounds, optimiser and, in one shot, the profile."""
+    experiment = load_experiment("mnist-nets", "quick")
+    settings = experiment.settings()
+    older = {
+        name: settings[name]
+        for name in ("name", "title", "data", "seed", "width", "alpha", "validation", "samples")
+    } | {
+        "width_limit": 3.0,
+        "budget": 8,
+        "training": {"epochs": 2, "batch": 32, "rate": 0.01, "decay": 1e-6},
+    }
+    assert experiment.agrees(older)
+    for change in ({"samples": 800}, {"profile": "other"}, {"training": {"epochs": 3}}, {"x": 1}):
+        assert not experiment.agrees({**older, **change})
+    assert not experiment.agrees(None)
+    tried = {"options": {}, "validation": 1.0, "test": 2.0}
+    record = {
+        "experiment": "mnist-nets",
+        "trial": 0,
+        "clients": 4,
+        "hidden": 1,
+        "method": "local",
+        "candidates": [tried],
+        "config": older,
+    }
+    file = tmp_path / "r.jsonl"
+    for label, profile, accepted in [
+        ("mnist-nets", None, True),
+        ("mnist-nets-quick", "quick", True),
+        ("mnist-nets", "quick", False),
+        ("mnist-size", None, False),
+    ]:
+        config = older if profile is None else {**older, "profile": profile}
+        file.write_text(json.dumps({**record, "experiment": label, "config": config}) + "\n")
+        if accepted:
+            assert list(finished(experiment, file, resume=True)) == [(0, 4, 1, "local")]
+        else:
+            with pytest.raises(InputError, match="line 1 is of another experiment"):
+                finished(experiment, file, resume=True)
 
 
 def test_records_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
@@ -186,7 +311,14 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
             assert len(method.candidates()) <= whole.budget
     rows = load_experiment("mnist-nets")
     assert rows.clients == [15, 20, 25, 30]
-    assert rows.training.model_dump() == {"epochs": 10, "batch": 32, "rate": 0.01, "decay": 1e-6}
+    assert rows.training.model_dump() == {
+        "epochs": 10,
+        "batch": 32,
+        "optimiser": "adam",
+        "rate": 0.01,
+        "momentum": 0.0,
+        "decay": 1e-6,
+    }
 
 
 @pytest.mark.usefixtures("real_data")
@@ -204,7 +336,6 @@ def test_quick_profiles_run(name: str, tmp_path: Path) -> None:
 def test_profiles_of_cifar10_are_those_of_the_protocol() -> None:
     scaled, paper = (load_experiment("cifar10", profile) for profile in ("scaled", "paper"))
     for experiment in (scaled, paper):
-        assert isinstance(experiment, RoundsExperiment)
         assert (experiment.rounds, experiment.clients) == (5, [5, 10, 15, 20])
         assert experiment.widths == [6, 16, 120, 84]
         assert experiment.training.optimiser == "sgd"
@@ -235,7 +366,7 @@ ROUNDS: dict[str, Any] = {
 def test_an_experiment_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round is recorded; the choice is by validation; the control has the other's widths."""
     monkeypatch.setenv("NAFI_CACHE", str(tmp_path / "clients"))
-    experiment = RoundsExperiment(**ROUNDS)
+    experiment = Experiment(**ROUNDS)
     file = tmp_path / "rounds.jsonl"
     records = run_experiment(experiment, file, jobs=1, resume=False, progress=quiet)
     by_name = {record["method"]: record for record in records}
@@ -274,7 +405,7 @@ def test_some_methods_and_numbers_of_clients_can_be_chosen(tmp_path: Path) -> No
     assert two.agrees(experiment.settings())
     with pytest.raises(InputError, match="there is no 'fedsgd'; known: local, fedavg"):
         experiment.only(["fedsgd"])
-    wide = RoundsExperiment(**ROUNDS).only(["wide"])
+    wide = Experiment(**ROUNDS).only(["wide"])
     with pytest.raises(InputError, match="wide needs the widths of nafi: run that one, too"):
         run_experiment(wide, tmp_path / "w.jsonl", jobs=1, resume=False, progress=quiet)
 
@@ -284,7 +415,7 @@ def test_a_run_in_rounds_goes_on_from_its_last_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NAFI_CACHE", str(tmp_path / "clients"))
-    experiment = RoundsExperiment(**{**ROUNDS, "methods": ROUNDS["methods"][1:2]})
+    experiment = Experiment(**{**ROUNDS, "methods": ROUNDS["methods"][1:2]})
     whole = run_experiment(experiment, tmp_path / "w.jsonl", jobs=1, resume=False, progress=quiet)
     told: list[str] = []
 
@@ -306,6 +437,9 @@ def test_a_run_in_rounds_goes_on_from_its_last_round(
     assert [e["test"] for e in resumed[0]["rounds"]] == [e["test"] for e in whole[0]["rounds"]]
 
 
+METHOD = 'name = "a"\ntitle = "b"\nclients = [2]\n[[methods]]\nname = "n"\n'
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -317,6 +451,18 @@ def test_a_run_in_rounds_goes_on_from_its_last_round(
             'name = "a"\ntitle = "b"\nclients = [2]\nbudget = 1\n'
             '[[methods]]\nname = "n"\nmethod = "nafi"\ngrid = { penalty = [0.1, 0.2] }',
             "2 candidates, more than the budget of 1",
+        ),
+        (METHOD + 'method = "fedmax"', r"method n: found 'fedmax', expected one of local, nafi"),
+        (METHOD + 'method = "layerwise"', "method n: found 'layerwise'"),
+        ("rounds = 2\n" + METHOD + 'method = "pfnm"', "method n: found 'pfnm'.* in rounds"),
+        (METHOD + 'method = "ot"\ngrid = { penalty = [1] }', "n: ot has no option 'penalty'"),
+        (METHOD + 'method = "nafi"\noptions = { penalty = -1 }', "method n: penalty: found -1"),
+        (METHOD + 'method = "local"\noptions = { rate = "x" }', "method n: rate: found 'x'"),
+        ("profile = 3\n" + METHOD + 'method = "nafi"', r"expected tables \[profile.NAME\]"),
+        (
+            METHOD + 'method = "nafi"\n[report.paper]\nmethods = ["nafi"]\n'
+            "rows = [{ clients = 5, figures = [] }]",
+            "report.paper: every row needs a mean and a spread for each method",
         ),
     ],
 )

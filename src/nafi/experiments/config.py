@@ -117,8 +117,9 @@ class Experiment(_Strict):
     """Clients train once and are fused in one shot, or they train in rounds.
 
     profile: the profile of the file that it was taken from
-    data: a name of `PROBLEMS`; size: width and height of images, for data that come in several
     rounds: None for one shot: clients train alone, and a method of `nafi.fuse` fuses them
+    data: a name of `PROBLEMS`, by default mnist in one shot and cifar10 in rounds
+    size: width and height of images, for data that come in several
     clients: every number is run; samples: of the training data, None for all
     hidden, width: numbers of hidden layers and their width, where the network has a choice of them;
     widths: of the network's layers, where it has none
@@ -130,12 +131,12 @@ class Experiment(_Strict):
     name: str
     title: str
     profile: str | None = None
-    data: str = "mnist"
+    rounds: int | None = Field(default=None, ge=1)
+    data: str = Field(default=None, validate_default=True)
     size: tuple[int, int] | None = None
     trials: int = Field(default=5, ge=1)
     seed: int = Field(default=0, ge=0)
     clients: list[int] = Field(min_length=1)
-    rounds: int | None = Field(default=None, ge=1)
     hidden: list[int] = [1]
     width: int = Field(default=100, ge=1)
     widths: list[int] | None = Field(default=None, validate_default=True)
@@ -149,6 +150,12 @@ class Experiment(_Strict):
     training: TrainingConfig = Field(default={}, validate_default=True)
     methods: list[MethodConfig] = Field(min_length=1)
     report: ReportConfig = ReportConfig()
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _usual_data(cls, name: object, info: ValidationInfo) -> object:
+        usual = "mnist" if info.data.get("rounds") is None else "cifar10"
+        return usual if name is None else name
 
     @field_validator("data", mode="after")
     @classmethod
@@ -221,8 +228,10 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Ex
     """
     content = _read(name)
     profiles = content.pop("profile", {})
+    if not isinstance(profiles, dict) or not all(isinstance(p, dict) for p in profiles.values()):
+        raise InputError(f"{name}: profile: expected tables [profile.NAME]")
     if profile is not None:
-        if not isinstance(profiles, dict) or not isinstance(profiles.get(profile), dict):
+        if profile not in profiles:
             known = ", ".join(profiles) or "none"
             raise InputError(f"--profile: {name} has no profile {profile!r}; it has {known}")
         content |= profiles[profile]
