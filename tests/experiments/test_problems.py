@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,9 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from nafi.errors import InputError
+import nafi.experiments
+import nafi.reports
+from nafi.errors import InputError, NafiError
 from nafi.experiments import PROBLEMS, Experiment, load_data, load_experiment, run_experiment
 from nafi.experiments.cells import cells
 from nafi.experiments.clients import population
@@ -138,3 +142,18 @@ def test_first_weights_are_those_of_the_public_code() -> None:
         else:
             expected = torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator)
             assert torch.equal(parameter, expected)
+
+
+def test_a_missing_package_of_the_laboratory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hint = r"this needs {}, which is not installed: pip install 'nafi\[lab\]'"
+    for package in ("pydantic", "sklearn", "pooch", "PIL"):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, package, None)
+            with pytest.raises(NafiError, match=hint.format(package)):
+                importlib.reload(nafi.experiments)
+    for package in ("matplotlib", "jinja2"):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, package, None)
+            with pytest.raises(NafiError, match=hint.format(package)):
+                nafi.reports.__getattr__("sections")
+            assert nafi.reports.fusion_table([], "tables need none of them").row_count == 0
