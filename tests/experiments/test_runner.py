@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from nafi.cli.app import app
 from nafi.errors import InputError
 from nafi.experiments import (
     Experiment,
@@ -21,12 +24,13 @@ from nafi.experiments import (
     load_experiment,
     read_records,
     read_runs,
+    report_of,
     run_experiment,
 )
 from nafi.experiments.cells import Cell, cells
 from nafi.experiments.clients import population
 from nafi.experiments.entries import accuracy
-from nafi.experiments.records import finished
+from nafi.experiments.records import finished, make_record
 from nafi.experiments.runner import run_cell
 from nafi.experiments.trials import load_trial
 
@@ -458,6 +462,8 @@ METHOD = 'name = "a"\ntitle = "b"\nclients = [2]\n[[methods]]\nname = "n"\n'
         (METHOD + 'method = "ot"\ngrid = { penalty = [1] }', "n: ot has no option 'penalty'"),
         (METHOD + 'method = "nafi"\noptions = { penalty = -1 }', "method n: penalty: found -1"),
         (METHOD + 'method = "local"\noptions = { rate = "x" }', "method n: rate: found 'x'"),
+        (METHOD + 'method = "nafi"\nwidths_of = "n"', "widths_of needs an experiment in rounds"),
+        ("widths = [5]\nhidden = [2]\n" + METHOD + 'method = "nafi"', "hidden: the network"),
         ("profile = 3\n" + METHOD + 'method = "nafi"', r"expected tables \[profile.NAME\]"),
         (
             METHOD + 'method = "nafi"\n[report.paper]\nmethods = ["nafi"]\n'
@@ -490,3 +496,34 @@ def test_unknown_names(tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('nonsense\n{"experiment": "a"}\n')
     with pytest.raises(InputError, match="line 1 is not a record"):
         read_runs(tmp_path)
+
+
+def test_a_run_and_its_report_from_the_command_line(tmp_path: Path) -> None:
+    """The report shows the views that the user's file names."""
+    report = '[report]\nviews = ["score"]\ntitles = { score = "By hand" }\n'
+    (tmp_path / "my.toml").write_text(MINE + report)
+    out, page, text = (tmp_path / name for name in ("r.jsonl", "p.html", "p.md"))
+    text.write_text("<!-- generated: begin -->\n<!-- generated: end -->\n")
+    arguments = ["run", str(tmp_path / "my.toml"), "--trials", "2", "--out", str(out), "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert json.loads(done.stdout) == {"records": 2, "file": str(out)}
+    done = CliRunner().invoke(
+        app, ["report", str(out), "--out", str(page), "--markdown", str(text)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "<h3>By hand</h3>" in page.read_text()
+    assert text.read_text().count("| --- |") == 1
+    (tmp_path / "my.toml").write_text(MINE + '[report]\nviews = ["scores"]\n')
+    refused = CliRunner().invoke(app, arguments)
+    assert isinstance(refused.exception, InputError)
+    assert "there is no view 'scores'" in str(refused.exception)
+
+
+def test_reports_of_experiments_that_come_with_nafi_are_not_in_their_records() -> None:
+    tried = [{"options": {}, "validation": 1.0, "test": 2.0, "widths": [], "seconds": 0.0}]
+    packaged = cells(load_experiment("mnist-poison", "quick"))[0]
+    assert "report" not in make_record(packaged, tried, 1.0)
+    changed = packaged.experiment.report.model_copy(update={"views": ["widths"]})
+    experiment = packaged.experiment.model_copy(update={"report": changed})
+    record = make_record(replace(packaged, experiment=experiment), tried, 1.0)
+    assert report_of(record)["views"] == ["widths"]

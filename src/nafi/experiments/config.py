@@ -112,6 +112,10 @@ class ReportConfig(_Strict):
     titles: dict[str, str] = {}
     paper: PaperConfig | None = None
 
+    def as_table(self) -> dict[str, Any]:
+        """What is said in it, as plain data."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
 
 class Experiment(_Strict):
     """Clients train once and are fused in one shot, or they train in rounds.
@@ -258,11 +262,13 @@ def report_of(record: Mapping[str, Any]) -> dict[str, Any]:
     name = config.get("name") if isinstance(config, dict) else None
     if name not in experiment_names():
         return {}
-    return load_experiment(str(name)).report.model_dump(mode="json")
+    return load_experiment(str(name)).report.as_table()
 
 
 def _check_methods(experiment: Experiment) -> None:
     """Refuse methods that cannot be run, or not be compared."""
+    if experiment.widths is not None and experiment.hidden != [1]:
+        raise InputError("hidden: the network's layers are fixed by widths; leave hidden out")
     names = [method.name for method in experiment.methods]
     if len(set(names)) < len(names):
         raise InputError("two methods have the same name")
@@ -282,8 +288,11 @@ def _check_methods(experiment: Experiment) -> None:
 
 
 def _check_widths(experiment: Experiment, method: MethodConfig) -> None:
-    sources = [m.name for m in experiment.methods if m.widths_of is None]
-    if method.widths_of is not None and method.widths_of not in sources:
+    if method.widths_of is None:
+        return
+    if not experiment.in_rounds:
+        raise InputError(f"method {method.name}: widths_of needs an experiment in rounds")
+    if method.widths_of not in [m.name for m in experiment.methods if m.widths_of is None]:
         raise InputError(
             f"method {method.name} takes the widths of {method.widths_of}, which is no method with "
             "widths of its own"

@@ -17,7 +17,7 @@ import torch
 
 from nafi.errors import InputError
 from nafi.experiments.cells import Cell, Key
-from nafi.experiments.config import Experiment
+from nafi.experiments.config import Experiment, report_of
 from nafi.experiments.entries import DETAILS, Record
 from nafi.files import atomic_path, check_writable
 from nafi.version import __version__
@@ -32,7 +32,8 @@ def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
     experiment, method = cell.experiment, cell.method
     best = max(tried, key=lambda entry: entry["validation"])
     picked = max(tried, key=lambda entry: entry["test"])
-    report = experiment.report.model_dump(mode="json", exclude_defaults=True)
+    report = experiment.report.as_table()
+    known = report == report_of({"config": {"name": experiment.name}})
     return {
         "experiment": experiment.label,
         "trial": cell.trial,
@@ -53,7 +54,7 @@ def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
         **best.get(DETAILS, {}),
         "seconds": round(seconds, 3),
         "config": experiment.settings(),
-        **({"report": report} if report else {}),
+        **({} if known else {"report": report}),
         "versions": {
             "nafi": __version__,
             "torch": torch.__version__,

@@ -56,8 +56,8 @@ def train_clients(
             clients.step(*_padded(chosen, inputs, labels, training.batch))
     trained = [copy.deepcopy(model) for model in models]
     for place, s in enumerate(order):
-        own = {name: value[place] for name, value in clients.parameters.items()}
-        trained[s].load_state_dict(own)
+        weights = {name: value[place] for name, value in clients.parameters.items()}
+        trained[s].load_state_dict(weights)
     return trained
 
 
@@ -92,8 +92,8 @@ def _padded(
     weights = torch.zeros(len(chosen), size)
     for row, index in zip(weights, chosen, strict=True):
         row[: len(index)] = 1 / len(index)
-    x = torch.stack([own[index] for own, index in zip(inputs, filled, strict=False)])
-    y = torch.stack([own[index] for own, index in zip(labels, filled, strict=False)])
+    x = torch.stack([rows[index] for rows, index in zip(inputs, filled, strict=False)])
+    y = torch.stack([rows[index] for rows, index in zip(labels, filled, strict=False)])
     return x, y, weights
 
 
@@ -115,12 +115,12 @@ class _Stack:
             {name: nn.Parameter(value[k]) for name, value in self.parameters.items()}
             for k in range(len(models))
         ]
-        parameters = [parameter for own in self.views for parameter in own.values()]
+        parameters = [parameter for view in self.views for parameter in view.values()]
         self.optimiser = make_optimiser(parameters, training)
         skeleton = copy.deepcopy(models[0]).to("meta")
 
-        def loss(own: Parameters, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            logits = functional_call(skeleton, own, (x,))
+        def loss(weights: Parameters, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            logits = functional_call(skeleton, weights, (x,))
             return (F.cross_entropy(logits, y, reduction="none") * weight).sum()
 
         self.gradients = vmap(grad(loss))
@@ -132,7 +132,7 @@ class _Stack:
         gradients = self.gradients(first, x, y, weights)
         for name, start in self.start.items():
             gradients[name] += self.proximal * (first[name] - start[:active])
-        for k, own in enumerate(self.views):
-            for name, parameter in own.items():
+        for k, view in enumerate(self.views):
+            for name, parameter in view.items():
                 parameter.grad = gradients[name][k] if k < active else None
         self.optimiser.step()

@@ -69,8 +69,9 @@ class Trial:
         """(S, K) training samples of each client and class."""
         if self.problem.classes is None:
             return None
+        classes = self.problem.classes
         labels = [samples.labels.numpy() for samples in self.data.values()]
-        return np.stack([np.bincount(own, minlength=self.problem.classes) for own in labels])
+        return np.stack([np.bincount(of_client, minlength=classes) for of_client in labels])
 
     def architecture(self, widths: Sequence[int]) -> Architecture:
         """The network of the problem at these widths."""
@@ -85,7 +86,7 @@ class Trial:
         """The model with statistics of so many training inputs of all clients; 0 for its own."""
         if not samples:
             return model
-        inputs = torch.cat([own.inputs for own in self.data.values()])
+        inputs = torch.cat([of_client.inputs for of_client in self.data.values()])
         order = np.random.default_rng(self.settings.seed).permutation(len(inputs))[:samples]
         return calibrate(model, [as_numbers(inputs[order])])
 
