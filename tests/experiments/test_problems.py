@@ -26,6 +26,7 @@ from nafi.experiments.models import drawn_mlp
 from nafi.experiments.trials import load_trial
 from nafi.federated import Samples, Training, train
 from nafi.federated.randomness import seeded
+from nafi.reports import experiments, figures
 
 
 def blobs(count: int, seed: int) -> Samples:
@@ -151,9 +152,9 @@ def test_a_missing_package_of_the_laboratory_is_named(monkeypatch: pytest.Monkey
             patched.setitem(sys.modules, package, None)
             with pytest.raises(NafiError, match=hint.format(package)):
                 importlib.reload(nafi.experiments)
-    for package in ("matplotlib", "jinja2"):
+    for package, module in (("matplotlib", figures), ("jinja2", experiments)):
         with monkeypatch.context() as patched:
             patched.setitem(sys.modules, package, None)
             with pytest.raises(NafiError, match=hint.format(package)):
-                nafi.reports.__getattr__("sections")
+                importlib.reload(module)
             assert nafi.reports.fusion_table([], "tables need none of them").row_count == 0

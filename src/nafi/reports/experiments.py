@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib.figure import Figure
-
-from nafi.errors import InputError
+from nafi.errors import InputError, require
 from nafi.files import atomic_path
 from nafi.reports import figures
 from nafi.reports.records import Paper, Record, TextTable, markdown
 from nafi.reports.views import USUAL, VIEWS, Material, Photos, check_views
 from nafi.version import __version__
+
+require("lab", "jinja2")
+
+from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: E402
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _BEGIN, _END = "<!-- generated: begin -->", "<!-- generated: end -->"
 

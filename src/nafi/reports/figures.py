@@ -13,11 +13,14 @@ from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from nafi.errors import InputError
+from nafi.errors import InputError, require
 from nafi.files import atomic_path
+
+require("lab", "matplotlib")
+
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 
 def check_picture(path: Path) -> None:

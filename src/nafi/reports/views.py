@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.figure import Figure
 
 from nafi.errors import InputError
 from nafi.reports import figures
@@ -34,6 +33,9 @@ from nafi.reports.records import (
     score_table,
     width_table,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Picture = npt.NDArray[np.uint8]
 # (sample, settings of the experiment) -> photo (height, width, 3) and mask (height, width)
@@ -64,7 +66,7 @@ class Material:
         return metric_of(self.records)
 
 
-View = Callable[[Material], Iterator[TextTable | Figure]]
+View = Callable[[Material], "Iterator[TextTable | Figure]"]
 VIEWS: dict[str, View] = {}
 # What is shown of an experiment that does not say.
 USUAL = ("score", "paper", "best-round", "widths", "bytes", "test-picked", "curves", "pictures")
