@@ -2,7 +2,7 @@
 
 from nafi.errors import require
 
-require("lab", "pydantic", "sklearn", "pooch", "PIL")
+require("pydantic", "sklearn", "pooch", "PIL")
 
 from nafi.experiments.config import (  # noqa: E402
     Experiment,

@@ -18,7 +18,7 @@ from nafi.reports.records import Paper, Record, TextTable, markdown
 from nafi.reports.views import USUAL, VIEWS, Material, Photos, check_views
 from nafi.version import __version__
 
-require("lab", "jinja2")
+require("jinja2")
 
 from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: E402
 

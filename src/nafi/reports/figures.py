@@ -17,7 +17,7 @@ import numpy.typing as npt
 from nafi.errors import InputError, require
 from nafi.files import atomic_path
 
-require("lab", "matplotlib")
+require("matplotlib")
 
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
