@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nafi.cli.app import app
-from nafi.errors import InputError
+from nafi.errors import InputError, NafiError
 from nafi.experiments import (
     Experiment,
     experiment_names,
@@ -31,7 +31,7 @@ from nafi.experiments.cells import Cell, cells
 from nafi.experiments.clients import population
 from nafi.experiments.entries import accuracy
 from nafi.experiments.records import finished, make_record
-from nafi.experiments.runner import run_cell
+from nafi.experiments.runner import _each, _workers, run_cell
 from nafi.experiments.trials import load_trial
 
 SMALL: dict[str, Any] = {
@@ -216,7 +216,7 @@ def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert "Traceback" not in error
     expected = "nafi run my.toml --resume --out 'my records.jsonl' --trials 1 --jobs 2"
@@ -228,6 +228,16 @@ def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
             break
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NafiError, match=r"a worker process died.* resume with fewer --jobs"):
+        with _workers(2) as pool:
+            list(_each(os._exit, [1, 1], pool))
+    with pytest.raises(InputError, match="jobs: found 0"):
+        run_experiment(
+            Experiment(**SMALL), tmp_path / "r.jsonl", jobs=0, resume=False, progress=quiet
+        )
 
 
 def test_a_failed_run_does_not_block_its_retry(tmp_path: Path) -> None:

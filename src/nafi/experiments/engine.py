@@ -94,8 +94,9 @@ class _Bench:
         )
         seconds = time.perf_counter() - start
         model = self.trial.calibrate(result.model, int(candidate.get("calibrate", 0)))
-        scores = self.trial.score(model)
-        return entry(candidate, **scores, widths=list(result.widths.values()), seconds=seconds)
+        widths = list(result.widths.values())
+        scores = self.trial.score(model).values()
+        return entry(candidate, *scores, widths, seconds, **self._pictures(model))
 
     def run_rounds(self, candidate: Options) -> Record:
         """Clients train in rounds; the last one counts."""
@@ -119,11 +120,14 @@ class _Bench:
         run = self._simulate(strategy, candidate, evaluate)
         seconds = time.perf_counter() - start
         last = run.records[-1]
-        details: Record = {"rounds": run.records, "metric": trial.problem.metric}
-        if trial.problem.pictures is not None:
-            details["pictures"] = trial.problem.pictures(judged(run.model), trial.test)
+        details = {"rounds": run.records, **self._pictures(judged(run.model))}
         scores = (last["validation"], last["test"])
         return entry(candidate, *scores, last["widths"], seconds, **details)
+
+    def _pictures(self, model: nn.Module) -> Record:
+        """What a report can draw of a few samples, if the problem has something to draw."""
+        draw = self.trial.problem.pictures
+        return {} if draw is None else {"pictures": draw(model, self.trial.test)}
 
     @cached_property
     def architecture(self) -> Architecture:

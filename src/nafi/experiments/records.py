@@ -19,6 +19,7 @@ from nafi.errors import InputError
 from nafi.experiments.cells import Cell, Key
 from nafi.experiments.config import Experiment, report_of
 from nafi.experiments.entries import DETAILS, Record
+from nafi.experiments.problems import PROBLEMS
 from nafi.files import atomic_path, check_writable
 from nafi.version import __version__
 
@@ -39,6 +40,7 @@ def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
         "trial": cell.trial,
         "clients": cell.clients,
         "hidden": cell.hidden,
+        "metric": PROBLEMS[experiment.data].metric,
         "method": method.name,
         **({"attack": method.attack} if method.attack != "none" else {}),
         "seed": cell.seed,

@@ -10,17 +10,17 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from nafi.errors import InputError
+from nafi.errors import InputError, NafiError
 from nafi.experiments.cells import Cell, Key, cells
 from nafi.experiments.clients import Recipe, population
 from nafi.experiments.config import Experiment
@@ -49,15 +49,15 @@ def run_experiment(
     device: where clients train one after the other, like cpu, cuda or mps
     progress: told what is under way, how many steps are done and how many there are
     """
+    if jobs < 1:
+        raise InputError(f"jobs: found {jobs}, expected a whole number of at least 1")
     done = finished(experiment, file, resume)
     todo = [cell for cell in cells(experiment) if cell.key not in done]
     _check_widths(todo, done)
     untrained = _untrained(todo)
     total = len(untrained) + len(todo)
     progress("training clients" if untrained else experiment.name, 0, total)
-    for count, (recipe, _) in enumerate(_each(partial(_train, device=device), untrained, jobs)):
-        progress(f"trained {recipe.trial.clients} clients", count + 1, total)
-    count = len(untrained)
+    count = 0
 
     def here(cell: Cell) -> Record:
         """Run a cell in this process, and tell what it is at."""
@@ -65,13 +65,17 @@ def run_experiment(
             cell, lambda step, *_: progress(f"{cell.label}: {step}", count, total), device
         )
 
-    apart = partial(run_cell, device=device)
-    for wave in _waves(todo, done):
-        for cell, record in _each(here if jobs == 1 else apart, wave, jobs):
-            done[cell.key] = record
-            append_record(file, record)
+    with _workers(jobs) as pool:
+        for recipe, _ in _each(partial(_train, device=device), untrained, pool):
             count += 1
-            progress(cell.label, count, total)
+            progress(f"trained {recipe.trial.clients} clients", count, total)
+        for wave in _waves(todo, done):
+            run = here if pool is None else partial(run_cell, device=device)
+            for cell, record in _each(run, wave, pool):
+                done[cell.key] = record
+                append_record(file, record)
+                count += 1
+                progress(cell.label, count, total)
     return [done[cell.key] for cell in cells(experiment)]
 
 
@@ -114,47 +118,57 @@ def _train(recipe: Recipe, device: str) -> None:
 
 
 def _each(
-    work: Callable[[_Item], _Result], items: Sequence[_Item], jobs: int
+    work: Callable[[_Item], _Result], items: Sequence[_Item], pool: ProcessPoolExecutor | None
 ) -> Iterator[tuple[_Item, _Result]]:
-    """Each item with its result, as they come; in this process, or in several."""
-    if jobs == 1 or not items:
+    """Each item with its result, as they come; in this process, or in those of a pool."""
+    if pool is None:
         for item in items:
             yield item, work(item)
         return
-    with _processes(jobs) as pool:
-        waiting = iter(items)
-        running: dict[Future[_Result], _Item] = {
-            pool.submit(work, item): item for item in islice(waiting, 2 * jobs)
-        }
-        while running:
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                item = running.pop(future)
-                following = next(waiting, None)
-                if following is not None:
-                    running[pool.submit(work, following)] = following
-                yield item, future.result()
+    running = {_submit(pool, work, item): item for item in items}
+    for future in as_completed(running):
+        yield running[future], future.result()
+
+
+def _submit(
+    pool: ProcessPoolExecutor, work: Callable[[_Item], _Result], item: _Item
+) -> Future[_Result]:
+    """Submit work; a process that is started for it never hears of Ctrl-C.
+
+    Ctrl-C goes to all processes of a terminal, and the first one ends the others.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(work, item)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
-def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Worker processes; what they are at is dropped when the block is left early."""
+def _workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Worker processes, if there is more than one job; work under way is dropped on an error."""
+    if jobs == 1:
+        yield None
+        return
     others = set(multiprocessing.active_children())
     # Fresh processes: forked ones would inherit the state of torch's threads.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker)
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread)
     try:
         yield pool
-    except BaseException:
+    except BaseException as error:
         # The pool itself would wait until every worker has finished its cell.
         for worker in set(multiprocessing.active_children()) - others:
             worker.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise NafiError(
+                "a worker process died, perhaps for want of memory; what was finished is kept: "
+                "resume with fewer --jobs"
+            ) from error
         raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker() -> None:
-    # Ctrl-C goes to all processes of a terminal; the first one ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _one_thread() -> None:
     torch.set_num_threads(1)
