@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from nafi.reports.experiments import sections, write_page
+from nafi.experiments import report_of
+from nafi.reports import sections, write_page
 from tests.test_reports import runs
 
 FLAGS = [
@@ -51,7 +52,7 @@ def chromium(*arguments: str) -> str:
 @pytest.mark.parametrize(("width", "height"), [(1200, 2400), (390, 2400)])
 def test_tables_and_figures_are_visible(tmp_path: Path, width: int, height: int) -> None:
     page = tmp_path / "report.html"
-    found = sections(runs())
+    found = sections(runs(), report_of)
     write_page(page, found)
     page.write_text(page.read_text().replace("</head>", PROBE + "</head>"))
     size = f"--window-size={width},{height}"

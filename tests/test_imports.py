@@ -16,7 +16,7 @@ import pytest
 
 import nafi
 from nafi import reports
-from nafi.cli.app import EXTRAS
+from nafi.errors import EXTRAS
 
 SOURCE = Path(nafi.__file__).parent
 

@@ -11,22 +11,18 @@ import numpy as np
 import pytest
 
 from nafi.errors import InputError
-from nafi.reports.experiments import sections, write_markdown, write_page
-from nafi.reports.records import (
-    Summary,
-    accuracy_table,
-    compared_table,
-    markdown,
-    paper_cifar10,
-    paper_mnist,
-    width_table,
-)
+from nafi.experiments import report_of
+from nafi.reports import score_table, sections, write_markdown, write_page
+from nafi.reports.records import Paper, Summary, compared_table, markdown, width_table
+from nafi.reports.views import USUAL, VIEWS
 from tests.pages import Page
 
 
-def record(method: str, trial: int, test: float, **more: Any) -> dict[str, Any]:
+def record(
+    method: str, trial: int, test: float, experiment: str = "mnist-nets", **more: Any
+) -> dict[str, Any]:
     return {
-        "experiment": "mnist-nets",
+        "experiment": experiment,
         "trial": trial,
         "clients": 15,
         "hidden": 1,
@@ -36,7 +32,7 @@ def record(method: str, trial: int, test: float, **more: Any) -> dict[str, Any]:
         "test_picked": test + 1,
         "widths": [200 + 2 * trial],
         "local_width": 100,
-        "config": {"title": "A & B"},
+        "config": {"name": experiment, "title": "A & B"},
         "versions": {"nafi": "0"},
         **more,
     }
@@ -58,7 +54,7 @@ def test_mean_and_spread() -> None:
 
 
 def test_the_best_of_a_column_is_a_single_model() -> None:
-    table = accuracy_table(NETS, "t")
+    table = score_table(NETS, "t")
     assert table.headings == ("method", "15 clients")
     assert table.rows == (
         ("pfnm", "91.00 ± 0.00"),
@@ -72,11 +68,68 @@ def test_the_best_of_a_column_is_a_single_model() -> None:
 
 def test_widths_and_the_paper() -> None:
     assert width_table(NETS).rows == (("pfnm", "201"), ("nafi", "201"))
-    beside = {row[0]: row[1] for row in compared_table(NETS, paper_mnist()).rows}
+    beside = {row[0]: row[1] for row in compared_table(NETS, paper("mnist-nets")).rows}
     assert beside["nafi"] == "92.0 (87.3)"
     assert "ot" not in beside
-    assert paper_mnist()[10, 3]["nafi"] == (72.04, 4.75)
-    assert paper_cifar10()[20, 1]["fedma"] == (42.61, 2.07)
+
+
+def paper(name: str) -> Paper:
+    """The paper's figures as an experiment that comes with nafi has them."""
+    return Paper.of(report_of({"config": {"name": name}})["paper"])
+
+
+def test_the_papers_figures() -> None:
+    assert paper("mnist-layers").figures[10, 3]["nafi"] == (72.04, 4.75)
+    assert paper("cifar10").figures[20, 1]["fedma"] == (42.61, 2.07)
+    assert paper("carvana").figures[8, 1]["nafi"] == (96.47, 0.76)
+    assert sorted(paper("mnist-nets").figures) == [(15, 1), (20, 1), (25, 1), (30, 1)]
+
+
+@pytest.mark.parametrize(("samples", "noted"), [(None, False), (900, True), (60000, False)])
+def test_fewer_samples_than_the_paper_had_are_noted(samples: int | None, noted: bool) -> None:
+    records = [record("nafi", 0, 90.0, config={"samples": samples})]
+    note = compared_table(records, paper("mnist-nets")).note
+    assert ("ours trains on 900 samples" in note) == noted
+
+
+def test_all_that_are_equally_good_are_bold() -> None:
+    """Equal as far as digits are shown; the ensemble is no single model."""
+    records = [
+        record("fedavg", 0, 90.0),
+        record("pfnm", 0, 91.004),
+        record("nafi", 0, 91.0),
+        record("ensemble", 0, 91.0),
+    ]
+    table = score_table(records, "t")
+    assert [row[0] for row in table.rows] == ["fedavg", "pfnm", "nafi", "ensemble"]
+    assert table.best == {(1, 1), (2, 1)}
+
+
+def test_a_report_of_a_profile_cites_its_command() -> None:
+    config = {"name": "mnist-nets", "profile": "quick", "title": "Q"}
+    records = [record("nafi", 0, 90.0, experiment="mnist-nets-quick", config=config)]
+    (section,) = sections({"mnist-nets-quick": records}, report_of)
+    assert section.command == "nafi run mnist-nets --profile quick --trials 1"
+
+
+def test_an_experiment_of_the_users_names_its_own_views() -> None:
+    own = {"views": ["widths", "score"], "titles": {"score": "Mine"}}
+    records = [{**r, "experiment": "mine", "report": own} for r in NETS]
+    (section,) = sections({"mine": records}, report_of)
+    assert [table.title for table in section.tables] == ["Widths of the fused networks", "Mine"]
+    with pytest.raises(InputError, match="there is no view 'scores'; known: score"):
+        sections({"mine": [{**NETS[0], "report": {"views": ["scores"]}}]}, report_of)
+
+
+def test_an_experiment_that_says_nothing_gets_the_usual_views() -> None:
+    assert set(USUAL) <= set(VIEWS)
+    (section,) = sections({"mine": [record("nafi", 0, 90.0, experiment="mine")]}, report_of)
+    assert [table.title for table in section.tables] == [
+        "Test accuracy, chosen on validation data",
+        "Widths of the fused networks",
+        "test-picked: chosen on test data, not comparable",
+    ]
+    assert section.figures == ()
 
 
 def runs() -> dict[str, list[dict[str, Any]]]:
@@ -111,7 +164,7 @@ def runs() -> dict[str, list[dict[str, Any]]]:
             values[-1] + trial,
             experiment="cifar10-quick",
             clients=clients,
-            config={"title": "In rounds", "profile": "quick"},
+            config={"name": "cifar10", "title": "In rounds", "profile": "quick"},
             rounds=[
                 {"test": v + trial, "validation": v, "bytes_down": 2_000_000, "bytes_up": 10**6}
                 for v in values
@@ -131,7 +184,7 @@ def runs() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_a_page_is_whole(tmp_path: Path) -> None:
-    found = sections(runs())
+    found = sections(runs(), report_of)
     write_page(tmp_path / "r.html", found)
     text = (tmp_path / "r.html").read_text()
     page = Page(text)
@@ -151,13 +204,14 @@ def test_a_page_is_whole(tmp_path: Path) -> None:
 
 
 def test_attacks_are_not_compared_to_the_paper() -> None:
-    records = [record("nafi", 0, 92.0), record("nafi-flip", 0, 82.0, attack="flip")]
-    (found,) = sections({"mnist-poison": records})
+    plain, flip = (record(m, 0, 92.0, experiment="mnist-poison") for m in ("nafi", "nafi-flip"))
+    records = [plain, {**flip, "test": 82.0, "attack": "flip"}]
+    (found,) = sections({"mnist-poison": records}, report_of)
     assert [table.rows for table in found.tables] == [(("nafi", "92.00"), ("nafi-flip", "82.00"))]
 
 
 def test_rounds_are_told_apart_from_the_last_one() -> None:
-    section = sections({"cifar10-quick": runs()["cifar10-quick"]})[0]
+    section = sections({"cifar10-quick": runs()["cifar10-quick"]}, report_of)[0]
     assert section.command == "nafi run cifar10 --profile quick --trials 2"
     tables = {table.title: {row[0]: row[1] for row in table.rows} for table in section.tables}
     last = tables["Test accuracy after the last round"]
@@ -181,7 +235,7 @@ def test_one_shot_among_rounds_has_no_curve_and_is_not_the_papers() -> None:
         if r["method"] == "nafi-average"
     ]
     both = [{**r, "config": {**r["config"], "rounds": 3}} for r in [*records, *shot]]
-    section = sections({"cifar10-quick": both})[0]
+    section = sections({"cifar10-quick": both}, report_of)[0]
     having = {t.title for t in section.tables if "nafi-oneshot" in {row[0] for row in t.rows}}
     assert "Test accuracy after the last round" in having
     assert not {title for title in having if "best" in title or "paper" in title}
@@ -200,7 +254,7 @@ def test_masks_stand_side_by_side() -> None:
             90.0,
             clients=8,
             experiment="carvana-quick",
-            config={"title": "Cars", "profile": "quick"},
+            config={"name": "carvana", "title": "Cars", "profile": "quick"},
             metric="test dice",
             pictures=[{"sample": s, "shape": [6, 10], "bits": bits} for s in (3, 7)],
             rounds=[{"test": 90.0, "validation": 91.0, "bytes_down": 1, "bytes_up": 1}],
@@ -214,7 +268,7 @@ def test_masks_stand_side_by_side() -> None:
         return np.full((6, 10, 3), 200, dtype=np.uint8), mask
 
     for known, columns in [(None, 2), (photos, 4)]:
-        (section,) = sections({"carvana-quick": records}, known)
+        (section,) = sections({"carvana-quick": records}, report_of, known)
         assert section.tables[0].title == "Test dice after the last round"
         beside = {row[0]: row[1] for row in section.tables[1].rows}
         assert beside["nafi-layerwise"] == "90.0 (96.5)"
@@ -228,7 +282,7 @@ def test_markdown_goes_between_the_marks(tmp_path: Path) -> None:
     file = tmp_path / "results.md"
     file.write_text("before\n<!-- generated: begin -->\nold\n<!-- generated: end -->\nafter\n")
     for _ in range(2):
-        write_markdown(file, sections({"mnist-nets": NETS}))
+        write_markdown(file, sections({"mnist-nets": NETS}, report_of))
         text = file.read_text()
         assert text.startswith("before\n<!-- generated: begin -->\n")
         assert text.endswith("<!-- generated: end -->\nafter\n")
@@ -236,4 +290,4 @@ def test_markdown_goes_between_the_marks(tmp_path: Path) -> None:
         assert text.count("| nafi | **92.00 ± 2.83** |") == 1
     file.write_text("no marks")
     with pytest.raises(InputError, match="needs the lines"):
-        write_markdown(file, sections({"mnist-nets": NETS}))
+        write_markdown(file, sections({"mnist-nets": NETS}, report_of))

@@ -5,6 +5,7 @@ what was expected and, where it is not obvious, what to do.
 """
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 
 class NafiError(Exception):
@@ -21,6 +22,26 @@ class SpecError(NafiError):
 
 class CheckpointError(NafiError):
     """A file cannot be read as a checkpoint, or not as one of this network."""
+
+
+# Modules that are not installed with nafi -> the extra that brings them.
+EXTRAS = {
+    **dict.fromkeys(("jinja2", "matplotlib", "PIL", "pooch", "pydantic", "sklearn"), "lab"),
+    "flwr": "flower",
+    "ot": "ot",
+}
+
+
+def require(*modules: str) -> None:
+    """Refuse, before any work, what needs a package that is not installed."""
+    for module in modules:
+        if find_spec(module) is None:
+            raise NafiError(install_hint(module))
+
+
+def install_hint(module: str) -> str:
+    """How to get a module of `EXTRAS`."""
+    return f"this needs {module}, which is not installed: pip install 'nafi[{EXTRAS[module]}]'"
 
 
 def few(names: Sequence[str], shown: int = 3) -> str:

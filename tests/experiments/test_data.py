@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from nafi.errors import InputError
-from nafi.experiments.data import cifar10, digits, load_data, mnist
+from nafi.experiments import load_data
+from nafi.experiments.data import cifar10, digits, mnist
 from nafi.experiments.partition import class_counts, dirichlet_partition
 
 

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from nafi.errors import InputError
-from nafi.experiments.cells import cells, run_cell
-from nafi.experiments.config import (
+from nafi.cli.app import app
+from nafi.errors import InputError, NafiError
+from nafi.experiments import (
     Experiment,
-    RoundsExperiment,
     experiment_names,
     load_experiment,
+    read_records,
+    read_runs,
+    report_of,
+    run_experiment,
 )
+from nafi.experiments.cells import Cell, cells
+from nafi.experiments.clients import population
 from nafi.experiments.entries import accuracy
-from nafi.experiments.populations import describe, population
-from nafi.experiments.runner import read_records, read_runs, run_experiment
+from nafi.experiments.records import finished, make_record
+from nafi.experiments.runner import _each, _workers, run_cell
+from nafi.experiments.trials import load_trial
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -96,23 +106,39 @@ def test_the_choice_is_made_on_validation_data() -> None:
     assert record["test_picked"] == max(entry["test"] for entry in record["candidates"])
 
 
+def first_cell(experiment: Experiment, method: str = "nafi") -> Cell:
+    """A method's cell of the first trial."""
+    return next(cell for cell in cells(experiment) if cell.method.name == method)
+
+
 def test_validation_samples_are_held_back_and_test_samples_are_others() -> None:
-    experiment = Experiment(**SMALL)
-    found = population(describe(experiment, 0, 3, 1))
-    samples = int(found.counts.sum()) + len(found.validation)
+    cell = first_cell(Experiment(**SMALL))
+    trial = load_trial(cell.trial_settings)
+    assert trial.class_counts is not None
+    samples = int(trial.class_counts.sum()) + len(trial.validation)
     assert samples == 1797 - 1797 // 4
-    assert len(found.validation) == pytest.approx(0.1 * samples, abs=3)
-    again = population(describe(experiment, 0, 3, 1))  # from the cache
-    for one, two in zip(found.models, again.models, strict=True):
-        assert accuracy(one, found.test) == accuracy(two, found.test)
+    assert len(trial.validation) == pytest.approx(0.1 * samples, abs=3)
+    recipe = cell.recipe({})
+    models = population(recipe)
+    assert recipe.file.is_file()
+    for one, two in zip(models, population(recipe), strict=True):
+        assert accuracy(one, trial.test) == accuracy(two, trial.test)
 
 
 def test_starts_are_shared_or_not() -> None:
     experiment = Experiment(**{**SMALL, "training": {"epochs": 1, "rate": 1e-9}})
-    for start, equal in [("own", False), ("shared", True)]:
-        models = population(describe(experiment, 0, 3, 1, start)).models
+    for method, equal in [("nafi", False), ("fedavg", True)]:
+        models = population(first_cell(experiment, method).recipe({}))
         one, two = (m.layers[0].weight.detach().numpy() for m in models[:2])
         assert np.allclose(one, two, atol=1e-5) == equal
+
+
+def test_the_seeds_that_were_used_are_recorded() -> None:
+    """In one shot the fusion takes the number of the trial, whatever the experiment's seed."""
+    record = run_cell(first_cell(Experiment(**{**SMALL, "seed": 3})))
+    assert (record["seed"], record["fusion_seed"]) == (3000, 0)
+    cell = cells(Experiment(**{**ROUNDS, "seed": 3, "trials": 2}))[-1]
+    assert (cell.seed, cell.fusion_seed) == (3001, 3001)
 
 
 def test_a_resumed_run_computes_what_is_missing_only(tmp_path: Path) -> None:
@@ -140,6 +166,12 @@ def test_two_processes_give_the_same_records(tmp_path: Path) -> None:
     assert without_times(one) == without_times(two)
 
 
+MINE = (
+    'name = "my"\ntitle = "Mine"\ndata = "digits"\nclients = [3]\ntrials = 8\nwidth = 10\n'
+    'training = { epochs = 2 }\n[[methods]]\nname = "nafi"\nmethod = "nafi"\n'
+)
+
+
 # A process that ends itself without warning, from a thread, when it has written five records.
 KILLED = """
 import os, signal, sys, threading, time
@@ -160,11 +192,7 @@ main()
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """Killed without warning in the middle; the second run ends it."""
     toml = tmp_path / "my.toml"
-    toml.write_text(
-        'name = "my"\ntitle = "Mine"\ndata = "digits"\nclients = [3]\ntrials = 8\nwidth = 10\n'
-        'training = { epochs = 2 }\n[[methods]]\nname = "nafi"\nmethod = "nafi"\n'
-        '[[methods]]\nname = "local"\nmethod = "local"\n'
-    )
+    toml.write_text(MINE + '[[methods]]\nname = "local"\nmethod = "local"\n')
     out = tmp_path / "my.jsonl"
     command = [sys.executable, "-c", KILLED, "run", str(toml), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, timeout=300, check=False)
@@ -175,6 +203,119 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     records = run_experiment(experiment, out, jobs=1, resume=True, progress=quiet)
     assert len(records) == len(read_records(out)) == 16
     assert records[: len(half)] == half  # kept as they were, seconds included
+
+
+def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
+    """It goes to every process of a terminal; one line says how to resume, and nobody is left.
+
+    Some clients are trained when it comes, others would take hours.
+    """
+    endless = '[[methods]]\nname = "long"\nmethod = "nafi"\noptions = { epochs = 1000000 }\n'
+    (tmp_path / "my.toml").write_text(MINE + endless)
+    options = ["--out", "my records.jsonl", "--trials", "1", "--jobs", "2"]
+    command = [sys.executable, "-c", "from nafi.cli import main; main()", "run", "my.toml"]
+    process = subprocess.Popen(
+        [*command, *options],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "cache").glob("*.safetensors")):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    expected = "nafi run my.toml --resume --out 'my records.jsonl' --trials 1 --jobs 2"
+    assert error.rstrip().endswith(f"To resume: {expected}")
+    while True:  # the operating system takes a moment to bury them
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
+    died = r"a worker process died.* resume with fewer --jobs"
+    with pytest.raises(NafiError, match=died), _workers(2) as pool:
+        list(_each(os._exit, [1, 1], pool))
+    with pytest.raises(InputError, match="jobs: found 0"):
+        run_experiment(
+            Experiment(**SMALL), tmp_path / "r.jsonl", jobs=0, resume=False, progress=quiet
+        )
+
+
+def test_a_failed_run_does_not_block_its_retry(tmp_path: Path) -> None:
+    """Three clients have no reference 7; the second run is the same experiment mended."""
+    file = tmp_path / "deep" / "r.jsonl"
+    bad = {"name": "ot", "method": "ot", "options": {"reference": 7}}
+    with pytest.raises(InputError, match="reference"):
+        run_experiment(
+            Experiment(**{**SMALL, "methods": [bad]}), file, jobs=1, resume=False, progress=quiet
+        )
+    assert not file.exists()
+    file.touch()  # as older versions left it
+    good = {"name": "ot", "method": "ot", "options": {"reference": 1}}
+    experiment = Experiment(**{**SMALL, "trials": 1, "methods": [good]})
+    records = run_experiment(experiment, file, jobs=1, resume=False, progress=quiet)
+    assert read_records(file) == records
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, words in [(tmp_path, "it is a folder"), (tmp_path / "file" / "r.jsonl", "cannot")]:
+        with pytest.raises(InputError, match=words):
+            run_experiment(Experiment(**SMALL), place, jobs=1, resume=False, progress=quiet)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_older_records_are_resumed(tmp_path: Path) -> None:
+    """Of version 0.1.0: without rounds, optimiser and, in one shot, the profile."""
+    experiment = load_experiment("mnist-nets", "quick")
+    settings = experiment.settings()
+    older = {
+        name: settings[name]
+        for name in ("name", "title", "data", "seed", "width", "alpha", "validation", "samples")
+    } | {
+        "width_limit": 3.0,
+        "budget": 8,
+        "training": {"epochs": 2, "batch": 32, "rate": 0.01, "decay": 1e-6},
+    }
+    assert experiment.agrees(older)
+    for change in ({"samples": 800}, {"profile": "other"}, {"training": {"epochs": 3}}, {"x": 1}):
+        assert not experiment.agrees({**older, **change})
+    assert not experiment.agrees(None)
+    tried = {"options": {}, "validation": 1.0, "test": 2.0}
+    record = {
+        "experiment": "mnist-nets",
+        "trial": 0,
+        "clients": 4,
+        "hidden": 1,
+        "method": "local",
+        "candidates": [tried],
+        "config": older,
+    }
+    file = tmp_path / "r.jsonl"
+    for label, profile, accepted in [
+        ("mnist-nets", None, True),
+        ("mnist-nets-quick", "quick", True),
+        ("mnist-nets", "quick", False),
+        ("mnist-size", None, False),
+    ]:
+        config = older if profile is None else {**older, "profile": profile}
+        file.write_text(json.dumps({**record, "experiment": label, "config": config}) + "\n")
+        if accepted:
+            assert list(finished(experiment, file, resume=True)) == [(0, 4, 1, "local")]
+        else:
+            with pytest.raises(InputError, match="line 1 is of another experiment"):
+                finished(experiment, file, resume=True)
 
 
 def test_records_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
@@ -196,7 +337,14 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
             assert len(method.candidates()) <= whole.budget
     rows = load_experiment("mnist-nets")
     assert rows.clients == [15, 20, 25, 30]
-    assert rows.training.model_dump() == {"epochs": 10, "batch": 32, "rate": 0.01, "decay": 1e-6}
+    assert rows.training.model_dump() == {
+        "epochs": 10,
+        "batch": 32,
+        "optimiser": "adam",
+        "rate": 0.01,
+        "momentum": 0.0,
+        "decay": 1e-6,
+    }
 
 
 @pytest.mark.slow
@@ -218,7 +366,6 @@ def test_quick_profiles_run(name: str, tmp_path: Path) -> None:
 def test_profiles_of_cifar10_are_those_of_the_protocol() -> None:
     scaled, paper = (load_experiment("cifar10", profile) for profile in ("scaled", "paper"))
     for experiment in (scaled, paper):
-        assert isinstance(experiment, RoundsExperiment)
         assert (experiment.rounds, experiment.clients) == (5, [5, 10, 15, 20])
         assert experiment.widths == [6, 16, 120, 84]
         assert experiment.training.optimiser == "sgd"
@@ -250,7 +397,7 @@ ROUNDS: dict[str, Any] = {
 def test_an_experiment_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round is recorded; the choice is by validation; the control has the other's widths."""
     monkeypatch.setenv("NAFI_CACHE", str(tmp_path / "clients"))
-    experiment = RoundsExperiment(**ROUNDS)
+    experiment = Experiment(**ROUNDS)
     file = tmp_path / "rounds.jsonl"
     records = run_experiment(experiment, file, jobs=1, resume=False, progress=quiet)
     by_name = {record["method"]: record for record in records}
@@ -289,7 +436,7 @@ def test_some_methods_and_numbers_of_clients_can_be_chosen(tmp_path: Path) -> No
     assert two.agrees(experiment.settings())
     with pytest.raises(InputError, match="there is no 'fedsgd'; known: local, fedavg"):
         experiment.only(["fedsgd"])
-    wide = RoundsExperiment(**ROUNDS).only(["wide"])
+    wide = Experiment(**ROUNDS).only(["wide"])
     with pytest.raises(InputError, match="wide needs the widths of nafi: run that one, too"):
         run_experiment(wide, tmp_path / "w.jsonl", jobs=1, resume=False, progress=quiet)
 
@@ -299,7 +446,7 @@ def test_a_run_in_rounds_goes_on_from_its_last_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NAFI_CACHE", str(tmp_path / "clients"))
-    experiment = RoundsExperiment(**{**ROUNDS, "methods": ROUNDS["methods"][1:2]})
+    experiment = Experiment(**{**ROUNDS, "methods": ROUNDS["methods"][1:2]})
     whole = run_experiment(experiment, tmp_path / "w.jsonl", jobs=1, resume=False, progress=quiet)
     told: list[str] = []
 
@@ -321,6 +468,9 @@ def test_a_run_in_rounds_goes_on_from_its_last_round(
     assert [e["test"] for e in resumed[0]["rounds"]] == [e["test"] for e in whole[0]["rounds"]]
 
 
+METHOD = 'name = "a"\ntitle = "b"\nclients = [2]\n[[methods]]\nname = "n"\n'
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -332,6 +482,20 @@ def test_a_run_in_rounds_goes_on_from_its_last_round(
             'name = "a"\ntitle = "b"\nclients = [2]\nbudget = 1\n'
             '[[methods]]\nname = "n"\nmethod = "nafi"\ngrid = { penalty = [0.1, 0.2] }',
             "2 candidates, more than the budget of 1",
+        ),
+        (METHOD + 'method = "fedmax"', r"method n: found 'fedmax', expected one of local, nafi"),
+        (METHOD + 'method = "layerwise"', "method n: found 'layerwise'"),
+        ("rounds = 2\n" + METHOD + 'method = "pfnm"', "method n: found 'pfnm'.* in rounds"),
+        (METHOD + 'method = "ot"\ngrid = { penalty = [1] }', "n: ot has no option 'penalty'"),
+        (METHOD + 'method = "nafi"\noptions = { penalty = -1 }', "method n: penalty: found -1"),
+        (METHOD + 'method = "local"\noptions = { rate = "x" }', "method n: rate: found 'x'"),
+        (METHOD + 'method = "nafi"\nwidths_of = "n"', "widths_of needs an experiment in rounds"),
+        ("widths = [5]\nhidden = [2]\n" + METHOD + 'method = "nafi"', "hidden: the network"),
+        ("profile = 3\n" + METHOD + 'method = "nafi"', r"expected tables \[profile.NAME\]"),
+        (
+            METHOD + 'method = "nafi"\n[report.paper]\nmethods = ["nafi"]\n'
+            "rows = [{ clients = 5, figures = [] }]",
+            "report.paper: every row needs a mean and a spread for each method",
         ),
     ],
 )
@@ -359,3 +523,34 @@ def test_unknown_names(tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('nonsense\n{"experiment": "a"}\n')
     with pytest.raises(InputError, match="line 1 is not a record"):
         read_runs(tmp_path)
+
+
+def test_a_run_and_its_report_from_the_command_line(tmp_path: Path) -> None:
+    """The report shows the views that the user's file names."""
+    report = '[report]\nviews = ["score"]\ntitles = { score = "By hand" }\n'
+    (tmp_path / "my.toml").write_text(MINE + report)
+    out, page, text = (tmp_path / name for name in ("r.jsonl", "p.html", "p.md"))
+    text.write_text("<!-- generated: begin -->\n<!-- generated: end -->\n")
+    arguments = ["run", str(tmp_path / "my.toml"), "--trials", "2", "--out", str(out), "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert json.loads(done.stdout) == {"records": 2, "file": str(out)}
+    done = CliRunner().invoke(
+        app, ["report", str(out), "--out", str(page), "--markdown", str(text)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "<h3>By hand</h3>" in page.read_text()
+    assert text.read_text().count("| --- |") == 1
+    (tmp_path / "my.toml").write_text(MINE + '[report]\nviews = ["scores"]\n')
+    refused = CliRunner().invoke(app, arguments)
+    assert isinstance(refused.exception, InputError)
+    assert "there is no view 'scores'" in str(refused.exception)
+
+
+def test_reports_of_experiments_that_come_with_nafi_are_not_in_their_records() -> None:
+    tried = [{"options": {}, "validation": 1.0, "test": 2.0, "widths": [], "seconds": 0.0}]
+    packaged = cells(load_experiment("mnist-poison", "quick"))[0]
+    assert "report" not in make_record(packaged, tried, 1.0)
+    changed = packaged.experiment.report.model_copy(update={"views": ["widths"]})
+    experiment = packaged.experiment.model_copy(update={"report": changed})
+    record = make_record(replace(packaged, experiment=experiment), tried, 1.0)
+    assert report_of(record)["views"] == ["widths"]

@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 import nafi
 from nafi.checkpoints import read
 from nafi.errors import NafiError
-from nafi.experiments.config import PAPER, load_experiment
-from nafi.experiments.runner import read_runs
+from nafi.experiments import load_experiment, read_runs
+from nafi.experiments.config import PAPER
 from nafi.federated import (
     Acceptance,
     Strategy,

@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -25,7 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from nafi.errors import InputError, NafiError
+from nafi.errors import EXTRAS, NafiError, install_hint
 from nafi.version import __version__
 
 app = typer.Typer(
@@ -43,14 +42,6 @@ INPUT_SHAPE = typer.Option(
 AS_JSON = typer.Option("--json", help="Print JSON instead of a table.")
 
 
-# Modules that are not installed with nafi -> the extra that brings them.
-EXTRAS = {
-    **dict.fromkeys(("jinja2", "matplotlib", "PIL", "pooch", "pydantic", "sklearn"), "lab"),
-    "flwr": "flower",
-    "ot": "ot",
-}
-
-
 def main() -> None:
     """Run the command line; the entry point of `nafi`."""
     try:
@@ -62,18 +53,8 @@ def main() -> None:
         module = (error.name or "").partition(".")[0]
         if module not in EXTRAS:
             raise
-        tell(_install_hint(module))
+        tell(install_hint(module))
         sys.exit(2)
-
-
-def require(module: str) -> None:
-    """Refuse, before any work, what needs a package that is not installed."""
-    if find_spec(module) is None:
-        raise InputError(_install_hint(module))
-
-
-def _install_hint(module: str) -> str:
-    return f"this needs {module}, which is not installed: pip install 'nafi[{EXTRAS[module]}]'"
 
 
 def tell(text: str) -> None:

@@ -23,31 +23,31 @@ def demo(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Train eight clients apart on small digits and fuse them by every method."""
-    from nafi.experiments.demo import run_demo
+    from nafi.experiments import run_demo
     from nafi.files import check_writable
-    from nafi.reports.figures import check_picture, draw_demo
+    from nafi.reports import check_picture, draw_demo
 
     check_picture(out)
     check_writable(out, overwrite=True)
     with progress_bar(as_json) as progress:
-        found = run_demo(seed, progress)
+        result = run_demo(seed, progress)
     draw_demo(
-        [(r.method, r.accuracy, r.neurons) for r in found.rows], found.local, found.counts, out
+        [(r.method, r.accuracy, r.neurons) for r in result.rows], result.local, result.counts, out
     )
     if as_json:
-        rows = [asdict(row) for row in found.rows]
-        typer.echo(json.dumps({"local": found.local, "rows": rows, "picture": str(out)}))
+        rows = [asdict(row) for row in result.rows]
+        typer.echo(json.dumps({"local": result.local, "rows": rows, "picture": str(out)}))
         return
     table = Table(
-        title=f"{len(found.local)} clients with digits of their own, fused in one shot",
+        title=f"{len(result.local)} clients with digits of their own, fused in one shot",
         caption="No client saw the test digits. The ensemble runs all models side by side.",
     )
     for heading in ["method", "accuracy, %", "hidden neurons", "seconds"]:
         table.add_column(heading, justify="left" if heading == "method" else "right")
-    mean = sum(found.local) / len(found.local)
+    mean = sum(result.local) / len(result.local)
     table.add_row("clients alone, mean", f"{mean:.1f}", "50", "")
-    table.add_row("clients alone, best", f"{max(found.local):.1f}", "50", "", end_section=True)
-    for row in found.rows:
+    table.add_row("clients alone, best", f"{max(result.local):.1f}", "50", "", end_section=True)
+    for row in result.rows:
         table.add_row(row.method, f"{row.accuracy:.1f}", str(row.neurons), f"{row.seconds:.2f}")
     console = Console()
     console.print(table)

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from nafi.cli.app import AS_JSON, app, progress_bar, tell
 from nafi.errors import InputError
 
 if TYPE_CHECKING:
-    from nafi.reports.records import Table as Summary
+    from nafi.reports import TextTable
 
 
 @app.command()
@@ -37,20 +37,19 @@ def run(
     ] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Trials instead of its own.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with existing records.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from existing records.")] = False,
     profile: Annotated[
         str | None, typer.Option(help="A profile of the file, like quick, scaled or paper.")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Where clients train in rounds: cpu, cuda, mps.")
+        str, typer.Option(help="Where clients train, unless together: cpu, cuda, mps.")
     ] = "cpu",
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Run an experiment: a JSON line for every method, trial and number of clients."""
-    from nafi.experiments.config import experiment_names, load_experiment
-    from nafi.experiments.runner import run_experiment
+    from nafi.experiments import experiment_names, load_experiment, run_experiment
     from nafi.federated.training import check_device
-    from nafi.reports.records import accuracy_table, metric_of
+    from nafi.reports import check_views, metric_of, score_table
 
     if listed:
         for name in experiment_names():
@@ -64,40 +63,49 @@ def run(
     if methods is not None:
         chosen = chosen.only(methods.split(","))
     check_device(device)
-    suffix = f"-{profile}" if profile else ""
-    file = out or Path("results") / f"{chosen.name}{suffix}.jsonl"
+    check_views(chosen.report.views)
+    file = out or Path("results") / f"{chosen.label}.jsonl"
     try:
         with progress_bar(as_json) as progress:
             records = run_experiment(
                 chosen, file, jobs=jobs, resume=resume, progress=progress, device=device
             )
     except KeyboardInterrupt:
-        again = ["nafi", "run", experiment, "--resume"]
-        again += ["--out", str(out)] if out else []
-        for option, value in {
+        options = {
+            "--out": out,
             "--profile": profile,
             "--clients": clients,
             "--methods": methods,
-        }.items():
-            again += [option, value] if value else []
-        tell(f"stopped; finished cells are in {file}. To go on: {shlex.join(again)}")
+            "--trials": trials,
+            "--jobs": jobs if jobs > 1 else None,
+            "--device": device if device != "cpu" else None,
+        }
+        tell(f"stopped; finished cells are in {file}. To resume: {_resume(experiment, options)}")
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps({"records": len(records), "file": str(file)}))
         return
     title = f"{chosen.title}: {metric_of(records)}, {len(records)} cells"
     console = Console()
-    console.print(_shown(accuracy_table(records, title)))
+    console.print(_shown(score_table(records, title)))
     console.print(f"The records are in {file}", soft_wrap=True, markup=False)
 
 
-def _shown(summary: Summary) -> Table:
+def _resume(experiment: str, options: Mapping[str, object]) -> str:
+    """The command that resumes a run with the options that it had."""
+    command = ["nafi", "run", experiment, "--resume"]
+    for option, value in options.items():
+        command += [option, str(value)] if value is not None else []
+    return shlex.join(command)
+
+
+def _shown(table: TextTable) -> Table:
     """A table for the terminal, the best in bold."""
-    shown = Table(title=summary.title, caption=summary.note)
-    for heading in summary.headings:
+    shown = Table(title=table.title, caption=table.note)
+    for heading in table.headings:
         shown.add_column(heading, justify="left" if heading == "method" else "right")
-    for place, row in enumerate(summary.rows):
-        texts = [f"[b]{t}[/b]" if (place, k) in summary.best else t for k, t in enumerate(row)]
+    for place, row in enumerate(table.rows):
+        texts = [f"[b]{t}[/b]" if (place, k) in table.best else t for k, t in enumerate(row)]
         shown.add_row(*texts)
     return shown
 
@@ -111,26 +119,14 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained page of tables and figures from run records."""
-    from nafi.experiments.runner import read_runs
+    from nafi.experiments import find_photo, read_runs, report_of
     from nafi.files import check_writable
-    from nafi.reports.experiments import sections, write_markdown, write_page
+    from nafi.reports import sections, write_markdown, write_page
 
     check_writable(out, overwrite=True)
-    found = sections(read_runs(results), _photos() if os.environ.get("NAFI_DATA") else None)
-    write_page(out, found)
+    photos = find_photo if os.environ.get("NAFI_DATA") else None
+    content = sections(read_runs(results), report_of, photos)
+    write_page(out, content)
     if markdown is not None:
-        write_markdown(markdown, found)
+        write_markdown(markdown, content)
     Console().print(f"The page is in {out}", soft_wrap=True, markup=False)
-
-
-def _photos() -> Any:
-    """Looks up a photo and its mask among the test data; they are never part of records."""
-    from nafi.experiments.data import load_data
-
-    def look(sample: int, settings: Mapping[str, Any]) -> tuple[Any, Any]:
-        size = settings.get("size")
-        test = load_data(settings["data"], size=tuple(size) if size else None).test
-        photo = test.inputs[sample].movedim(0, -1).numpy()
-        return photo, test.labels[sample, 0].numpy()
-
-    return look

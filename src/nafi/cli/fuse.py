@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar, require
-from nafi.errors import InputError
+from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar
+from nafi.errors import InputError, require
 
 if TYPE_CHECKING:
     from nafi.fusion import FusionResult

@@ -1,40 +1,28 @@
-"""One cell of an experiment: one method on one population.
+"""The cells of an experiment: each is one method on the clients of one trial.
 
-Hides: choosing among candidates. Promises: a record of plain data; the choice is made on validation
-data alone, and what choosing on test data would have given stands beside it under that name.
+Hides: where seeds come from. Promises: a cell is a small value that decides its record; it can be
+sent to another process.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-import numpy as np
-import scipy
-import torch
+from nafi.experiments.clients import Recipe
+from nafi.experiments.config import Experiment, MethodConfig
+from nafi.experiments.methods import Options, training_options
+from nafi.experiments.trials import TrialSettings
+from nafi.federated import Training
+from nafi.federated.randomness import derived_seed
 
-from nafi.experiments.config import AnyExperiment, Experiment, MethodConfig, RoundsExperiment
-from nafi.experiments.entries import DETAILS, Record, accuracy, entry
-from nafi.experiments.populations import (
-    Description,
-    Population,
-    attacked,
-    describe,
-    population,
-)
-from nafi.experiments.rounds import run_rounds
-from nafi.federated.run import Progress
-from nafi.fusion import fuse, make_method, option_names
-from nafi.graph import ModelSpec, groups
-from nafi.version import __version__
+Key = tuple[int, int, int, str]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A method on the population of one trial; widths: those of another method's model."""
+    """A method on the clients of one trial; widths: those of another method's model."""
 
-    experiment: AnyExperiment
+    experiment: Experiment
     trial: int
     clients: int
     hidden: int
@@ -42,7 +30,7 @@ class Cell:
     widths: tuple[int, ...] | None = None
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> Key:
         """What tells the cells of an experiment apart."""
         return (self.trial, self.clients, self.hidden, self.method.name)
 
@@ -54,22 +42,65 @@ class Cell:
 
     @property
     def seed(self) -> int:
+        """Of the clients: their data, first weights and batches."""
         return 1000 * self.experiment.seed + self.trial
 
-    def descriptions(self) -> list[Description]:
-        """The populations that the cell needs, one for each strength of the proximal term."""
-        if isinstance(self.experiment, RoundsExperiment):
+    @property
+    def fusion_seed(self) -> int:
+        """Of the method; one shot has always taken the number of the trial."""
+        return self.seed if self.experiment.in_rounds else self.trial
+
+    @property
+    def local_widths(self) -> tuple[int, ...]:
+        """Of the network that clients train."""
+        experiment = self.experiment
+        return tuple(experiment.widths or [experiment.width] * self.hidden)
+
+    @property
+    def training(self) -> Training:
+        """How clients train, unless the method says otherwise."""
+        return Training(**self.experiment.training.model_dump())
+
+    @property
+    def trial_settings(self) -> TrialSettings:
+        """The clients that all methods of the trial meet."""
+        e = self.experiment
+        return TrialSettings(
+            data=e.data,
+            clients=self.clients,
+            seed=self.seed,
+            alpha=e.alpha,
+            validation=e.validation,
+            samples=e.samples,
+            # One shot draws the same samples for all trials.
+            samples_seed=self.seed if e.in_rounds else 0,
+            test_samples=e.test_samples,
+            size=e.size,
+        )
+
+    def recipe(self, candidate: Options) -> Recipe:
+        """The population of clients that train alone, with a candidate's options of training."""
+        training = replace(self.training, **training_options(candidate))
+        rounds, clients = self.experiment.rounds, range(self.clients)
+        if rounds is None:
+            starts = [derived_seed(self.seed, self.hidden, s) for s in clients]
+        else:  # as many epochs as all rounds have
+            starts = [self.seed + s for s in clients]
+            training = replace(training, epochs=training.epochs * rounds)
+        if self.method.start == "shared":
+            starts = starts[:1] * len(starts)
+        return Recipe(
+            self.trial_settings, self.local_widths, tuple(starts), training, stacked=rounds is None
+        )
+
+    def recipes(self) -> list[Recipe]:
+        """The populations that it shares with other cells: those of one shot."""
+        if self.experiment.in_rounds:
             return []
-        pulls = self.method.grid.get("proximal", [self.method.options.get("proximal", 0.0)])
-        return [
-            describe(
-                self.experiment, self.trial, self.clients, self.hidden, self.method.start, pull
-            )
-            for pull in pulls
-        ]
+        return list(dict.fromkeys(self.recipe(c) for c in self.method.candidates()))
 
 
-def cells(experiment: AnyExperiment) -> list[Cell]:
+def cells(experiment: Experiment) -> list[Cell]:
     """All cells of an experiment, those of one population next to each other."""
     return [
         Cell(experiment, trial, clients, hidden, method)
@@ -78,96 +109,3 @@ def cells(experiment: AnyExperiment) -> list[Cell]:
         for clients in experiment.clients
         for method in experiment.methods
     ]
-
-
-def run_cell(cell: Cell, progress: Progress | None = None, device: str = "cpu") -> Record:
-    """Try every candidate, keep the one that does best on validation data.
-
-    device: where clients of an experiment in rounds train
-    """
-    start = time.perf_counter()
-    experiment = cell.experiment
-    if isinstance(experiment, RoundsExperiment):
-        tried = run_rounds(
-            experiment, cell.method, cell.clients, cell.seed, cell.widths, progress, device
-        )
-        local: int | list[int] = experiment.widths
-    else:
-        tried = _local(cell) if cell.method.method == "local" else _fused(cell)
-        local = experiment.width
-    best = max(tried, key=lambda entry: entry["validation"])
-    picked = max(tried, key=lambda entry: entry["test"])
-    return {
-        "experiment": cell.experiment.label,
-        "trial": cell.trial,
-        "clients": cell.clients,
-        "hidden": cell.hidden,
-        "method": cell.method.name,
-        **({"attack": cell.method.attack} if cell.method.attack != "none" else {}),
-        "seed": cell.seed,
-        "chosen": best["options"],
-        "validation": best["validation"],
-        "test": best["test"],
-        "test_picked": picked["test"],
-        "widths": best["widths"],
-        "local_width": local,
-        "fuse_seconds": best["seconds"],
-        "candidates": [{k: v for k, v in entry.items() if k != DETAILS} for entry in tried],
-        **best.get(DETAILS, {}),
-        "seconds": round(time.perf_counter() - start, 3),
-        "config": cell.experiment.settings(),
-        "versions": {
-            "nafi": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "scipy": scipy.__version__,
-        },
-    }
-
-
-def _local(cell: Cell) -> list[Record]:
-    """The clients' own models; accuracies are means over them."""
-    clients = population(cell.descriptions()[0])
-    found = [
-        float(np.mean([accuracy(model, samples) for model in clients.models]))
-        for samples in (clients.validation, clients.test)
-    ]
-    return [entry({}, found[0], found[1], [], 0.0)]
-
-
-def _fused(cell: Cell) -> list[Record]:
-    experiment = cell.experiment
-    assert isinstance(experiment, Experiment)
-    known = {d.proximal: d for d in cell.descriptions()}
-    loaded: dict[float, Population] = {}
-    spec: ModelSpec | None = None
-    tried = []
-    for candidate in cell.method.candidates():
-        options = dict(candidate)
-        pull = options.pop("proximal", 0.0)
-        if pull not in loaded:
-            loaded[pull] = population(known[pull])
-        clients = loaded[pull]
-        inputs = (clients.test.inputs[:2],)
-        spec = spec or groups(clients.models[0], inputs)
-        limit = experiment.width_limit
-        if limit != "none" and "max_width" in option_names(cell.method.method):
-            options.setdefault("max_width", limit)
-        if "seed" in option_names(cell.method.method):
-            options["seed"] = cell.trial
-        method = make_method(cell.method.method, **options)
-        start = time.perf_counter()
-        result = fuse(
-            attacked(clients.models, cell.method.attack, experiment.attackers, cell.seed),
-            inputs,
-            method,
-            spec=spec,
-            **method.used(class_counts=clients.counts),
-        )
-        seconds = time.perf_counter() - start
-        validation, test = (
-            accuracy(result.model, samples) for samples in (clients.validation, clients.test)
-        )
-        widths = list(result.widths.values())
-        tried.append(entry(candidate, validation, test, widths, seconds))
-    return tried

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from nafi.errors import InputError
+from nafi.experiments.methods import LOCAL, check_method
+from nafi.experiments.problems import PROBLEMS, problem_named
 from nafi.federated.training import Optimiser
 
 PAPER = resources.files("nafi.experiments") / "paper"
@@ -29,16 +41,7 @@ class _Strict(BaseModel):
 
 
 class TrainingConfig(_Strict):
-    """How clients train."""
-
-    epochs: int = Field(default=10, ge=1)
-    batch: int = Field(default=32, ge=1)
-    rate: float = Field(default=0.01, gt=0)
-    decay: float = Field(default=1e-6, ge=0)
-
-
-class RoundConfig(_Strict):
-    """How clients train in each round of a federation; see `nafi.federated.Training`."""
+    """How clients train; see `nafi.federated.Training`."""
 
     epochs: int = Field(default=10, ge=1)
     batch: int = Field(default=32, ge=1)
@@ -53,9 +56,11 @@ class MethodConfig(_Strict):
 
     method: one of nafi.fuse, or of the strategies for an experiment in rounds; "local" for the mean
         of the clients' own models
-    options: fixed options; grid: option -> values, of which all combinations are tried. In rounds,
-        `rounds` of its own and `calibrate`, see `Trial`, are options, too
-    start: whose models are fused; proximal: FedProx's pull to the start, may be in the grid
+    options: fixed options; grid: option -> values, of which all combinations are tried. Options of
+        training, like FedProx's `proximal`, are among them, and two of the laboratory: `calibrate`,
+        training inputs on which the statistics of a model are measured before it is judged, and in
+        rounds `rounds`, instead of the experiment's
+    start: whose models are fused
     widths_of: take the widths that this other method came to, in an experiment in rounds
     attack: what the experiment's attackers do to their weights before they send them
     """
@@ -74,36 +79,125 @@ class MethodConfig(_Strict):
         return [{**self.options, **dict(zip(self.grid, v, strict=True))} for v in values]
 
 
-class _Experiment(_Strict):
-    """What decides the records of a run.
+class PaperRow(_Strict):
+    """What the paper has for a number of clients and hidden layers: (mean, spread) by method."""
 
+    clients: int
+    hidden: int = 1
+    figures: list[tuple[float, float]]
+
+
+class PaperConfig(_Strict):
+    """The paper's table; samples: so many it trained on."""
+
+    methods: list[str]
+    samples: int | None = None
+    rows: list[PaperRow]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if any(len(row.figures) != len(self.methods) for row in self.rows):
+            raise ValueError("every row needs a mean and a spread for each method")
+        return self
+
+
+class ReportConfig(_Strict):
+    """What a report shows of the records.
+
+    views: names of tables and figures, see `nafi.reports`; none for those of any experiment
+    titles: view -> another title; paper: what the view "paper" compares with
+    """
+
+    views: list[str] = []
+    titles: dict[str, str] = {}
+    paper: PaperConfig | None = None
+
+    def as_table(self) -> dict[str, Any]:
+        """What is said in it, as plain data."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+class Experiment(_Strict):
+    """Clients train once and are fused in one shot, or they train in rounds.
+
+    profile: the profile of the file that it was taken from
+    rounds: None for one shot: clients train alone, and a method of `nafi.fuse` fuses them
+    data: a name of `PROBLEMS`, by default mnist in one shot and cifar10 in rounds
+    size: width and height of images, for data that come in several
     clients: every number is run; samples: of the training data, None for all
-    hidden: numbers of hidden layers, where the network has a choice of them
+    hidden, width: numbers of hidden layers and their width, where the network has a choice of them;
+    widths: of the network's layers, where it has none
     width_limit: most neurons of a group for every matching method, as a factor, or "none"
     budget: most candidates that a method may choose from
+    attackers: clients that do what a method's `attack` says
     """
 
     name: str
     title: str
+    profile: str | None = None
+    rounds: int | None = Field(default=None, ge=1)
+    data: str = Field(default=None, validate_default=True)
+    size: tuple[int, int] | None = None
     trials: int = Field(default=5, ge=1)
     seed: int = Field(default=0, ge=0)
     clients: list[int] = Field(min_length=1)
     hidden: list[int] = [1]
+    width: int = Field(default=100, ge=1)
+    widths: list[int] | None = Field(default=None, validate_default=True)
     alpha: float = Field(default=0.5, gt=0)
     validation: float = Field(default=0.1, gt=0, lt=1)
     samples: int | None = Field(default=None, ge=1)
+    test_samples: int | None = Field(default=None, ge=1)
     width_limit: PositiveFloat | Literal["none"] = 3.0
     budget: int = Field(default=8, ge=1)
+    attackers: int = Field(default=0, ge=0)
+    training: TrainingConfig = Field(default={}, validate_default=True)
     methods: list[MethodConfig] = Field(min_length=1)
+    report: ReportConfig = ReportConfig()
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _usual_data(cls, name: object, info: ValidationInfo) -> object:
+        usual = "mnist" if info.data.get("rounds") is None else "cifar10"
+        return usual if name is None else name
+
+    @field_validator("data", mode="after")
+    @classmethod
+    def _known_data(cls, name: str) -> str:
+        problem_named(name)
+        return name
+
+    @field_validator("widths", mode="before")
+    @classmethod
+    def _widths_of_data(cls, widths: object, info: ValidationInfo) -> object:
+        problem = PROBLEMS.get(info.data.get("data", ""))
+        return problem.widths if widths is None and problem is not None else widths
+
+    @field_validator("training", mode="before")
+    @classmethod
+    def _training_of_data(cls, training: object, info: ValidationInfo) -> object:
+        """What is not said about training is as usual for the data."""
+        problem = PROBLEMS.get(info.data.get("data", ""))
+        if problem is None or not isinstance(training, dict):
+            return training
+        usual = asdict(problem.training)
+        return {name: usual[name] for name in TrainingConfig.model_fields} | training
 
     @property
     def label(self) -> str:
         """What records call it."""
-        return self.name
+        return self.name if self.profile is None else f"{self.name}-{self.profile}"
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether clients train more than once, or might."""
+        return self.rounds is not None
 
     def settings(self) -> dict[str, Any]:
         """What all cells have in common; records of other settings are not to be mixed."""
-        return self.model_dump(exclude={"methods", "clients", "hidden", "trials"}, mode="json")
+        return self.model_dump(
+            exclude={"methods", "clients", "hidden", "trials", "report"}, mode="json"
+        )
 
     def only(self, names: Sequence[str]) -> Self:
         """The experiment with some of its methods."""
@@ -117,45 +211,12 @@ class _Experiment(_Strict):
         """Whether these are its settings; what older records do not say is as by default."""
         if not isinstance(settings, dict):
             return False
-        own = self.settings()
-        usual = {name: type(self).model_fields[name].default for name in own}
-        return {name: usual[name] for name in own if name not in settings} | settings == own
-
-
-class Experiment(_Experiment):
-    """Clients train once, and their models are fused in one shot.
-
-    attackers: clients that do what a method's `attack` says
-    """
-
-    attackers: int = Field(default=0, ge=0)
-    data: Literal["mnist", "digits"] = "mnist"
-    width: int = Field(default=100, ge=1)
-    training: TrainingConfig = TrainingConfig()
-
-
-class RoundsExperiment(_Experiment):
-    """Clients train in rounds.
-
-    profile: the profile of the file that it was taken from; widths: of the network's groups
-    size: width and height of images, for data that come in several
-    """
-
-    profile: str | None = None
-
-    data: Literal["cifar10", "carvana"] = "cifar10"
-    size: tuple[int, int] | None = None
-    rounds: int = Field(ge=1)
-    widths: list[int] = [6, 16, 120, 84]
-    test_samples: int | None = Field(default=None, ge=1)
-    training: RoundConfig = RoundConfig()
-
-    @property
-    def label(self) -> str:
-        return self.name if self.profile is None else f"{self.name}-{self.profile}"
-
-
-AnyExperiment = Experiment | RoundsExperiment
+        # Older records of one shot do not name their profile, but all that it changes.
+        settings = {"profile": self.profile, **settings, "clients": [1], "methods": self.methods}
+        try:
+            return type(self)(**settings).settings() == self.settings()
+        except ValidationError:
+            return False
 
 
 def experiment_names() -> list[str]:
@@ -163,54 +224,88 @@ def experiment_names() -> list[str]:
     return sorted(p.name.removesuffix(".toml") for p in PAPER.iterdir() if p.name.endswith(".toml"))
 
 
-def load_experiment(name: str, profile: str | None = None, **changes: Any) -> AnyExperiment:
+def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Experiment:
     """An experiment by its name, or from a TOML file of the user's.
 
     profile: a table [profile.NAME] of the file whose entries replace those of the experiment
     changes: entries that replace both, None for no change
     """
-    data = _read(name)
-    profiles = data.pop("profile", {})
+    content = _read(name)
+    profiles = content.pop("profile", {})
+    if not isinstance(profiles, dict) or not all(isinstance(p, dict) for p in profiles.values()):
+        raise InputError(f"{name}: profile: expected tables [profile.NAME]")
     if profile is not None:
         if profile not in profiles:
             known = ", ".join(profiles) or "none"
             raise InputError(f"--profile: {name} has no profile {profile!r}; it has {known}")
-        data |= profiles[profile]
-    data |= {key: value for key, value in changes.items() if value is not None}
+        content |= profiles[profile]
+    content |= {key: value for key, value in changes.items() if value is not None}
     try:
-        if "rounds" in data:
-            experiment: AnyExperiment = RoundsExperiment(**data, profile=profile)
-        else:
-            experiment = Experiment(**data)
+        experiment = Experiment(**{**content, "profile": profile})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{name}: {place}: {first['msg'].lower()}") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"{name}: {place}: {reason[:1].lower()}{reason[1:]}") from None
+    try:
+        _check_methods(experiment)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+    return experiment
+
+
+def report_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The [report] table for a record: its own, or that of the experiment of its name."""
+    if isinstance(record.get("report"), dict):
+        return dict(record["report"])
+    config = record.get("config")
+    name = config.get("name") if isinstance(config, dict) else None
+    if name not in experiment_names():
+        return {}
+    return load_experiment(str(name)).report.as_table()
+
+
+def _check_methods(experiment: Experiment) -> None:
+    """Refuse methods that cannot be run, or not be compared."""
+    if experiment.widths is not None and experiment.hidden != [1]:
+        raise InputError("hidden: the network's layers are fixed by widths; leave hidden out")
+    names = [method.name for method in experiment.methods]
+    if len(set(names)) < len(names):
+        raise InputError("two methods have the same name")
     for method in experiment.methods:
         count = len(method.candidates())
         if count > experiment.budget:
             raise InputError(
-                f"{name}: method {method.name} has {count} candidates, more than the budget of "
+                f"method {method.name} has {count} candidates, more than the budget of "
                 f"{experiment.budget} that every method has"
             )
-    names = [method.name for method in experiment.methods]
-    if len(set(names)) < len(names):
-        raise InputError(f"{name}: two methods have the same name")
-    sources = [method.name for method in experiment.methods if method.widths_of is None]
-    for method in experiment.methods:
-        if method.widths_of is not None and method.widths_of not in sources:
-            raise InputError(
-                f"{name}: method {method.name} takes the widths of {method.widths_of}, which is no "
-                "method with widths of its own"
-            )
-        attackers = getattr(experiment, "attackers", 0)
-        fit = 0 < attackers < min(experiment.clients) and method.method != "local"
-        if method.attack != "none" and not fit:
-            raise InputError(
-                f"{name}: method {method.name} is under attack, which needs attackers, fewer than "
-                "clients, a method that fuses, and an experiment without rounds"
-            )
-    return experiment
+        try:
+            check_method(method.method, method.candidates(), experiment.in_rounds)
+        except InputError as error:
+            raise InputError(f"method {method.name}: {error}") from None
+        _check_widths(experiment, method)
+        _check_attack(experiment, method)
+
+
+def _check_widths(experiment: Experiment, method: MethodConfig) -> None:
+    if method.widths_of is None:
+        return
+    if not experiment.in_rounds:
+        raise InputError(f"method {method.name}: widths_of needs an experiment in rounds")
+    if method.widths_of not in [m.name for m in experiment.methods if m.widths_of is None]:
+        raise InputError(
+            f"method {method.name} takes the widths of {method.widths_of}, which is no method with "
+            "widths of its own"
+        )
+
+
+def _check_attack(experiment: Experiment, method: MethodConfig) -> None:
+    possible = 0 < experiment.attackers < min(experiment.clients) and method.method != LOCAL
+    if method.attack != "none" and (experiment.in_rounds or not possible):
+        raise InputError(
+            f"method {method.name} is under attack, which needs attackers, fewer than clients, a "
+            "method that fuses, and an experiment without rounds"
+        )
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import hashlib
 import os
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nafi.errors import InputError
-from nafi.federated.samples import Samples
+from nafi.federated import Samples
 from nafi.files import atomic_path
 
 
@@ -32,26 +31,6 @@ class Dataset:
     name: str
     train: Samples
     test: Samples
-
-
-@lru_cache(maxsize=2)
-def load_data(
-    name: str,
-    samples: int | None = None,
-    seed: int = 0,
-    size: tuple[int, int] | None = None,
-) -> Dataset:
-    """A data set by its name.
-
-    samples: so many of the training data, drawn by the seed; size: width and height of images, for
-    data that come in several
-    """
-    known = {"digits": digits, "mnist": mnist, "cifar10": cifar10}
-    data = known[name]() if name in known else carvana(*(size or CARVANA_SIZE))
-    if samples is None:
-        return data
-    order = np.random.default_rng(seed).permutation(len(data.train))[:samples]
-    return Dataset(data.name, data.train[order], data.test)
 
 
 def digits(seed: int = 0) -> Dataset:
@@ -95,9 +74,9 @@ def mnist() -> Dataset:
 
 def _mnist_folder() -> Path:
     """The folder under NAFI_DATA; without that, a cache that is filled from the usual mirror."""
-    given = os.environ.get("NAFI_DATA")
-    if given:
-        return Path(given) / "mnist"
+    folder = os.environ.get("NAFI_DATA")
+    if folder:
+        return Path(folder) / "mnist"
     import pooch
 
     store = pooch.create(pooch.os_cache("nafi") / "mnist", _MNIST_MIRROR, registry=_MNIST)
@@ -142,9 +121,9 @@ def _cifar10_batch(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def _cifar10_folder() -> Path:
-    given = os.environ.get("NAFI_DATA")
-    if given:
-        return Path(given) / _CIFAR10_FOLDER
+    folder = os.environ.get("NAFI_DATA")
+    if folder:
+        return Path(folder) / _CIFAR10_FOLDER
     import pooch
 
     try:
@@ -169,13 +148,13 @@ def carvana(width: int, height: int) -> Dataset:
     The last 32 cars by their identifiers are the test data: the 16 views of a car are too much
     alike to be on both sides. Decoded once; the images of a size are then kept in a file.
     """
-    given = os.environ.get("NAFI_DATA")
-    if not given:
+    above = os.environ.get("NAFI_DATA")
+    if not above:
         raise InputError(
             "the Carvana photos cannot be downloaded without an account of their competition: set "
             "NAFI_DATA to a folder with carvana/train/ and carvana/train_masks/ in it"
         )
-    folder = Path(given) / "carvana"
+    folder = Path(above) / "carvana"
     photos = sorted((folder / "train").glob("*.jpg"))
     if not photos:
         raise InputError(f"{folder / 'train'} holds no photos; NAFI_DATA names the folder above it")
@@ -190,8 +169,8 @@ def carvana(width: int, height: int) -> Dataset:
 
 def _decoded(photos: list[Path], folder: Path, width: int, height: int) -> tuple[Tensor, Tensor]:
     """All photos and masks at one size, from a file if they were decoded before."""
-    told = "".join(f"{p.name} {p.stat().st_size}\n" for p in photos)
-    digest = hashlib.sha256(f"{width} {height}\n{told}".encode()).hexdigest()[:16]
+    files = "".join(f"{p.name} {p.stat().st_size}\n" for p in photos)
+    digest = hashlib.sha256(f"{width} {height}\n{files}".encode()).hexdigest()[:16]
     file = cache_folder() / f"carvana-{width}x{height}-{digest}.safetensors"
     if not file.is_file():
         images = torch.empty(len(photos), 3, height, width, dtype=torch.uint8)
@@ -203,8 +182,8 @@ def _decoded(photos: list[Path], folder: Path, width: int, height: int) -> tuple
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(file) as partial:
             save_file({"images": images, "masks": masks}, partial)
-    found = load_file(file)
-    return found["images"], found["masks"]
+    decoded = load_file(file)
+    return decoded["images"], decoded["masks"]
 
 
 def _picture(path: Path, mode: str, width: int, height: int) -> Tensor:

@@ -18,26 +18,28 @@ import torch
 
 from nafi.experiments.data import digits
 from nafi.experiments.entries import accuracy
+from nafi.experiments.methods import fuse_clients
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import PAPER, train_clients
-from nafi.fusion import fuse, make_method, option_names
+from nafi.fusion import METHODS
 
 CLIENTS = 8
 ALPHA = 0.5
 WIDTH = 50
 TRAINING = replace(PAPER, epochs=20)
 
-# Every method as it comes; the penalty of the second shows that it is the dial of the width.
-METHODS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("fedavg", "fedavg", {}),
-    ("rebasin", "rebasin", {}),
-    ("ot", "ot", {}),
-    ("pfnm", "pfnm", {}),
-    ("nafi", "nafi", {}),
-    ("nafi, penalty 0.2", "nafi", {"penalty": 0.2}),
-    ("ensemble", "ensemble", {}),
-)
+# Shows that the penalty is the dial of the width.
+_STRICTER = ("nafi, penalty 0.2", "nafi", {"penalty": 0.2})
+
+
+def _rows() -> list[tuple[str, str, dict[str, Any]]]:
+    """Label, method and options of every row: each method as it comes, the ensemble at the end."""
+    # Optimal transport needs a package of its own.
+    names = [name for name in METHODS if name != "ot" or find_spec("ot") is not None]
+    names.remove("ensemble")
+    plain: list[tuple[str, str, dict[str, Any]]] = [(n, n, {}) for n in reversed(names)]
+    return [*plain, _STRICTER, ("ensemble", "ensemble", {})]
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class Demo:
 
 def run_demo(seed: int, progress: Callable[[str, int, int], None]) -> Demo:
     """Train eight clients apart on scikit-learn's digits and fuse them by every method."""
-    # Optimal transport needs a package of its own.
-    methods = [m for m in METHODS if m[1] != "ot" or find_spec("ot") is not None]
+    methods = _rows()
     steps = len(methods) + 1
     data = digits(seed)
     labels = data.train.labels.numpy()
@@ -78,10 +79,7 @@ def run_demo(seed: int, progress: Callable[[str, int, int], None]) -> Demo:
     for done, (label, method, options) in enumerate(methods):
         progress(label, done + 1, steps)
         start = time.perf_counter()
-        seeded = {"seed": seed} if "seed" in option_names(method) else {}
-        chosen = make_method(method, **seeded, **options)
-        inputs = (data.test.inputs[:2],)
-        result = fuse(models, inputs, chosen, **chosen.used(class_counts=counts))
+        result = fuse_clients(method, models, (data.test.inputs[:2],), seed, options, counts)
         seconds = time.perf_counter() - start
         neurons = sum(result.widths.values()) or WIDTH * (CLIENTS if method == "ensemble" else 1)
         rows.append(DemoRow(label, accuracy(result.model, data.test), neurons, seconds))

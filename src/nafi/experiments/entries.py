@@ -1,16 +1,18 @@
 """What is recorded of a candidate, and how good it is.
 
-Hides: nothing. Promises: numbers rounded alike for all methods.
+Promises: numbers rounded alike for all methods.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from nafi.federated.samples import Samples, as_numbers
+from nafi.federated import Samples
+from nafi.federated.samples import as_numbers
 
 Record = dict[str, Any]
 DETAILS = "details"
@@ -19,7 +21,7 @@ _IMAGES = 64
 
 
 def entry(
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     validation: float,
     test: float,
     widths: list[int],
@@ -28,7 +30,7 @@ def entry(
 ) -> Record:
     """A candidate: what was set, and what came of it; details are kept of the chosen one only."""
     return {
-        "options": options,
+        "options": dict(options),
         "validation": round(validation, 3),
         "test": round(test, 3),
         "widths": widths,
@@ -41,8 +43,8 @@ def accuracy(model: nn.Module, samples: Samples) -> float:
     """The share of samples whose class gets the highest output, in percent."""
     with torch.no_grad():
         chunks = torch.split(samples.inputs, _CHUNK)
-        found = [model(as_numbers(inputs)).argmax(dim=1) for inputs in chunks]
-    return 100 * float((torch.cat(found) == samples.labels).double().mean())
+        classes = [model(as_numbers(inputs)).argmax(dim=1) for inputs in chunks]
+    return 100 * float((torch.cat(classes) == samples.labels).double().mean())
 
 
 def dice(model: nn.Module, samples: Samples) -> float:
@@ -54,9 +56,9 @@ def dice(model: nn.Module, samples: Samples) -> float:
     with torch.no_grad():
         for start in range(0, len(samples), _IMAGES):
             part = samples[slice(start, start + _IMAGES)]
-            found = (model(as_numbers(part.inputs)) > 0).flatten(1)
+            predicted = (model(as_numbers(part.inputs)) > 0).flatten(1)
             wanted = part.labels.flatten(1) > 0
-            both = (found & wanted).sum(dim=1).double()
-            sizes = (found.sum(dim=1) + wanted.sum(dim=1)).double()
+            both = (predicted & wanted).sum(dim=1).double()
+            sizes = (predicted.sum(dim=1) + wanted.sum(dim=1)).double()
             total += float(torch.where(sizes > 0, 2 * both / sizes.clamp(min=1), 1.0).sum())
     return 100 * total / len(samples)

@@ -1,6 +1,6 @@
 """The paper's networks, with its initialisation.
 
-Hides: nothing. Promises: a network and its first weights depend on the generator alone.
+Promises: a network and its first weights depend on the generator alone.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ConvNet(nn.Module):
         # Pooled first: the same, and less to compare with zero.
         x = F.max_pool2d(self.conv1(x), 2).relu()
         x = F.max_pool2d(self.conv2(x), 2).relu().flatten(1)
-        found: Tensor = self.fc3(self.fc2(self.fc1(x).relu()).relu())
-        return found
+        outputs: Tensor = self.fc3(self.fc2(self.fc1(x).relu()).relu())
+        return outputs
 
 
 class UNet(nn.Module):
@@ -96,8 +96,8 @@ class UNet(nn.Module):
         x = seen.pop()
         for rise, block in zip(self.rise, self.up, strict=True):
             x = block(torch.cat([seen.pop(), rise(x)], dim=1))
-        found: Tensor = self.out(x)
-        return found
+        outputs: Tensor = self.out(x)
+        return outputs
 
 
 def unet_widths(base: int) -> list[int]:
@@ -119,11 +119,20 @@ class DoubleConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm1(self.conv1(x)).relu()
-        found: Tensor = self.norm2(self.conv2(x)).relu()
-        return found
+        outputs: Tensor = self.norm2(self.conv2(x)).relu()
+        return outputs
 
 
-def draw_weights(model: nn.Module, generator: torch.Generator, deviation: float = 0.1) -> nn.Module:
+def drawn_mlp(inputs: int, outputs: int, widths: Sequence[int]) -> nn.Module:
+    """An MLP with the public code's first weights, from torch's random numbers and these alone."""
+    with torch.device("meta"):  # draws nothing
+        empty = MLP([inputs, *widths, outputs])
+    return draw_weights(empty.to_empty(device="cpu"))
+
+
+def draw_weights(
+    model: nn.Module, generator: torch.Generator | None = None, deviation: float = 0.1
+) -> nn.Module:
     """Weights from N(0, deviation^2), biases 0.1, as in the public code; in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

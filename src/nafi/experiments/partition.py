@@ -41,11 +41,11 @@ def dirichlet_partition(
                 shares = np.ones(clients)
             # Rounded, so that a client without a share gets no sample for want of precision.
             cuts = np.rint(np.cumsum(shares / shares.sum())[:-1] * len(members)).astype(int)
-            for own, part in zip(parts, np.split(members, cuts), strict=True):
-                own.append(part)
-            sizes += [len(own[-1]) for own in parts]
+            for pieces, piece in zip(parts, np.split(members, cuts), strict=True):
+                pieces.append(piece)
+            sizes += [len(pieces[-1]) for pieces in parts]
         if sizes.min() >= least:
-            return [np.sort(np.concatenate(own)) for own in parts]
+            return [np.sort(np.concatenate(pieces)) for pieces in parts]
     raise InputError(
         f"no partition of {len(labels)} samples over {clients} clients with at least {least} each "
         f"was found at alpha {alpha:g}; use fewer clients or a larger alpha"

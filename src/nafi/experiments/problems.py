@@ -1,30 +1,94 @@
-"""What there is to learn: data, network, loss and score, by the name of the data.
+"""What there is to learn, by the name of the data.
 
-Hides: that classes and masks are shared out, counted and scored differently. Promises: whoever runs
-rounds asks a `Problem` and knows nothing of images.
+Hides: that classes and masks are loaded, shared out, counted and scored differently. Promises: an
+entry of `PROBLEMS` is all that a data set needs; whoever runs experiments knows nothing of images.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nafi.experiments.data import Dataset
+from nafi.errors import InputError
+from nafi.experiments.data import CARVANA_SIZE, Dataset, carvana, cifar10, digits, mnist
 from nafi.experiments.entries import Record, accuracy, dice
-from nafi.experiments.models import ConvNet, UNet
+from nafi.experiments.models import ConvNet, UNet, drawn_mlp, unet_widths
 from nafi.experiments.partition import Index, dirichlet_partition, quantity_partition
-from nafi.federated.samples import Samples, as_numbers
+from nafi.experiments.training import PAPER
+from nafi.federated import Samples, Training
+from nafi.federated.samples import as_numbers
 from nafi.federated.training import Loss
 
 _PICTURES = 4
 
-Partition = Callable[[Dataset, int, float, np.random.Generator], list[Index]]
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A data set and how it is learnt.
+
+    load: width and height of images, None for as they come -> the data
+    network: widths of its layers -> a network with first weights, from torch's random numbers
+    partition: (data, clients, alpha, generator) -> each client's samples
+    score: (model, samples) -> percent, the higher the better; metric: what it is called
+    training: what an experiment does not say about training
+    classes: None where targets are no classes
+    widths: of a network whose number of layers is fixed, unless an experiment gives others
+    pictures: (model, samples) -> what a report can draw of a few samples, plain data
+    """
+
+    load: Callable[[Size | None], Dataset]
+    network: Callable[[Sequence[int]], nn.Module]
+    partition: Callable[[Dataset, int, float, np.random.Generator], list[Index]]
+    loss: Loss
+    score: Callable[[nn.Module, Samples], float]
+    metric: str
+    training: Training
+    classes: int | None
+    widths: tuple[int, ...] | None = None
+    pictures: Callable[[nn.Module, Samples], list[Record]] | None = None
+
+
+def problem_named(name: str) -> Problem:
+    """A problem by the name of its data."""
+    if name not in PROBLEMS:
+        raise InputError(f"there is no data set {name!r}; known: {', '.join(PROBLEMS)}")
+    return PROBLEMS[name]
+
+
+@lru_cache(maxsize=2)
+def load_data(
+    name: str, samples: int | None = None, seed: int = 0, size: Size | None = None
+) -> Dataset:
+    """A data set by its name.
+
+    samples: so many of the training data, drawn by the seed; size: width and height of images, for
+    data that come in several
+    """
+    data = problem_named(name).load(size)
+    if samples is None:
+        return data
+    order = np.random.default_rng(seed).permutation(len(data.train))[:samples]
+    return Dataset(data.name, data.train[order], data.test)
+
+
+def find_photo(
+    sample: int, settings: Mapping[str, Any]
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """A test photo, (height, width, 3), and its mask; settings: those of a record."""
+    size = settings.get("size")
+    test = load_data(settings["data"], size=tuple(size) if size else None).test
+    return test.inputs[sample].movedim(0, -1).numpy(), test.labels[sample, 0].numpy()
 
 
 def bce_and_dice(outputs: Tensor, masks: Tensor) -> Tensor:
@@ -40,48 +104,65 @@ def predicted_masks(model: nn.Module, samples: Samples) -> list[Record]:
     """Masks of a few samples that lie far apart: where they lie, their size, and packed bits."""
     chosen = torch.linspace(0, len(samples) - 1, _PICTURES + 2).long()[1:-1]
     with torch.no_grad():
-        found = (model(as_numbers(samples.inputs[chosen])) > 0)[:, 0].numpy()
+        masks = (model(as_numbers(samples.inputs[chosen])) > 0)[:, 0].numpy()
     return [
         {
             "sample": int(index),
             "shape": list(mask.shape),
             "bits": base64.b64encode(np.packbits(mask).tobytes()).decode(),
         }
-        for index, mask in zip(chosen, found, strict=True)
+        for index, mask in zip(chosen, masks, strict=True)
     ]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A data set and how it is learnt.
-
-    network: widths of its groups -> a network
-    partition: (data, clients, alpha, generator) -> each client's samples
-    score: (model, samples) -> percent, the higher the better; metric: what it is called
-    classes: None where targets are no classes
-    pictures: (model, samples) -> what a report can draw of a few samples, plain data
-    """
-
-    network: Callable[[Sequence[int]], nn.Module]
-    partition: Partition
-    loss: Loss
-    score: Callable[[nn.Module, Samples], float]
-    metric: str
-    classes: int | None
-    pictures: Callable[[nn.Module, Samples], list[Record]] | None = None
-
-
-def _by_class(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:
+def by_class(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:
+    """Each class shared out by Dir(alpha)."""
     return dirichlet_partition(data.train.labels.numpy(), clients, alpha, rng)
 
 
-def _by_quantity(
-    data: Dataset, clients: int, alpha: float, rng: np.random.Generator
-) -> list[Index]:
+def by_quantity(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:
+    """Samples of one kind shared out by Dir(alpha)."""
     return quantity_partition(len(data.train), clients, alpha, rng)
 
 
-PROBLEMS = {
-    "cifar10": Problem(ConvNet, _by_class, F.cross_entropy, accuracy, "test accuracy", 10),
-    "carvana": Problem(UNet, _by_quantity, bce_and_dice, dice, "test dice", None, predicted_masks),
+_CLASSIFIED: dict[str, Any] = {
+    "partition": by_class,
+    "loss": F.cross_entropy,
+    "score": accuracy,
+    "metric": "test accuracy",
+    "classes": 10,
+}
+
+PROBLEMS: dict[str, Problem] = {
+    "mnist": Problem(
+        load=lambda size: mnist(),
+        network=partial(drawn_mlp, 784, 10),
+        training=PAPER,
+        **_CLASSIFIED,
+    ),
+    "digits": Problem(
+        load=lambda size: digits(),
+        network=partial(drawn_mlp, 64, 10),
+        training=PAPER,
+        **_CLASSIFIED,
+    ),
+    "cifar10": Problem(
+        load=lambda size: cifar10(),
+        network=ConvNet,
+        widths=(6, 16, 120, 84),
+        training=Training(),
+        **_CLASSIFIED,
+    ),
+    "carvana": Problem(
+        load=lambda size: carvana(*(size or CARVANA_SIZE)),
+        network=UNet,
+        widths=tuple(unet_widths(8)),
+        training=Training(),
+        partition=by_quantity,
+        loss=bce_and_dice,
+        score=dice,
+        metric="test dice",
+        classes=None,
+        pictures=predicted_masks,
+    ),
 }

@@ -1,7 +1,7 @@
-"""Many clients trained at once.
+"""Clients that train alone: one after the other, or all at once.
 
-Hides: that clients' networks are stacked and their steps taken together. Promises: each client gets
-what it would have got alone: its own batches, its own optimiser; sizes may differ.
+Hides: that clients' networks can be stacked and their steps taken together. Promises: each client
+gets what it would have got alone: its own batches, its own optimiser; sizes may differ.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from nafi.errors import InputError
-from nafi.federated.samples import Samples
-from nafi.federated.training import Training, make_optimiser
+from nafi.federated import Samples, Training, train
+from nafi.federated.training import Loss, make_optimiser
 
 Parameters = dict[str, Tensor]
-
+Progress = Callable[[int, int], None]
 
 # As in the paper's MNIST experiments.
 PAPER = Training(epochs=10, batch=32, optimiser="adam", rate=0.01, decay=1e-6)
@@ -31,9 +31,9 @@ def train_clients(
     data: Sequence[Samples],
     training: Training,
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[nn.Module]:
-    """Train copies of the models, each on its own samples.
+    """Train copies of the models together, each on its own samples, by their cross-entropy.
 
     seed: with the client's place decides its batches; progress: called with (epochs done, all)
     """
@@ -56,8 +56,30 @@ def train_clients(
             clients.step(*_padded(chosen, inputs, labels, training.batch))
     trained = [copy.deepcopy(model) for model in models]
     for place, s in enumerate(order):
-        own = {name: value[place] for name, value in clients.parameters.items()}
-        trained[s].load_state_dict(own)
+        weights = {name: value[place] for name, value in clients.parameters.items()}
+        trained[s].load_state_dict(weights)
+    return trained
+
+
+def train_in_turn(
+    models: Sequence[nn.Module],
+    data: Sequence[Samples],
+    training: Training,
+    seed: int,
+    progress: Progress | None = None,
+    *,
+    loss: Loss = F.cross_entropy,
+    device: str = "cpu",
+) -> list[nn.Module]:
+    """Train copies of the models one after the other: any network and loss, on any device.
+
+    seed: with the client's place decides its batches; progress: called with (clients done, all)
+    """
+    trained = [copy.deepcopy(model) for model in models]
+    for s, (model, samples) in enumerate(zip(trained, data, strict=True)):
+        if progress is not None:
+            progress(s, len(trained))
+        train(model, samples, training, seed=seed + s, loss=loss, device=device)
     return trained
 
 
@@ -70,8 +92,8 @@ def _padded(
     weights = torch.zeros(len(chosen), size)
     for row, index in zip(weights, chosen, strict=True):
         row[: len(index)] = 1 / len(index)
-    x = torch.stack([own[index] for own, index in zip(inputs, filled, strict=False)])
-    y = torch.stack([own[index] for own, index in zip(labels, filled, strict=False)])
+    x = torch.stack([rows[index] for rows, index in zip(inputs, filled, strict=False)])
+    y = torch.stack([rows[index] for rows, index in zip(labels, filled, strict=False)])
     return x, y, weights
 
 
@@ -93,12 +115,12 @@ class _Stack:
             {name: nn.Parameter(value[k]) for name, value in self.parameters.items()}
             for k in range(len(models))
         ]
-        parameters = [parameter for own in self.views for parameter in own.values()]
+        parameters = [parameter for view in self.views for parameter in view.values()]
         self.optimiser = make_optimiser(parameters, training)
         skeleton = copy.deepcopy(models[0]).to("meta")
 
-        def loss(own: Parameters, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            logits = functional_call(skeleton, own, (x,))
+        def loss(weights: Parameters, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            logits = functional_call(skeleton, weights, (x,))
             return (F.cross_entropy(logits, y, reduction="none") * weight).sum()
 
         self.gradients = vmap(grad(loss))
@@ -110,7 +132,7 @@ class _Stack:
         gradients = self.gradients(first, x, y, weights)
         for name, start in self.start.items():
             gradients[name] += self.proximal * (first[name] - start[:active])
-        for k, own in enumerate(self.views):
-            for name, parameter in own.items():
+        for k, view in enumerate(self.views):
+            for name, parameter in view.items():
                 parameter.grad = gradients[name][k] if k < active else None
         self.optimiser.step()

@@ -1,12 +1,42 @@
-"""Tables, figures and pages: results in, files out; nothing here computes a result."""
+"""Tables, figures and pages: results in, files out; nothing here computes a result.
+
+Hides: that names are imported when they are first used. Promises: the tables need no package of
+`nafi[lab]`; what does says so.
+"""
 
 from typing import TYPE_CHECKING
 
 from nafi.lazy import lazy_names
 
-__all__ = ["fusion_table", "write_fusion_page"]
+__all__ = [
+    "Section",
+    "TextTable",
+    "check_picture",
+    "check_views",
+    "draw_demo",
+    "fusion_table",
+    "metric_of",
+    "score_table",
+    "sections",
+    "write_fusion_page",
+    "write_markdown",
+    "write_page",
+]
 
 if TYPE_CHECKING:
+    from nafi.reports.experiments import Section, sections, write_markdown, write_page
+    from nafi.reports.figures import check_picture, draw_demo
     from nafi.reports.fusion import fusion_table, write_fusion_page
+    from nafi.reports.records import TextTable, metric_of, score_table
+    from nafi.reports.views import check_views
 else:  # `nafi fuse` prints a table without importing matplotlib
-    __getattr__, __dir__ = lazy_names(__name__, {"fusion": ["fusion_table", "write_fusion_page"]})
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "experiments": ["Section", "sections", "write_markdown", "write_page"],
+            "figures": ["check_picture", "draw_demo"],
+            "fusion": ["fusion_table", "write_fusion_page"],
+            "records": ["TextTable", "metric_of", "score_table"],
+            "views": ["check_views"],
+        },
+    )

@@ -9,14 +9,18 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from nafi.errors import InputError
+from nafi.errors import InputError, require
 from nafi.files import atomic_path
+
+require("matplotlib")
+
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 
 def check_picture(path: Path) -> None:
@@ -100,11 +104,16 @@ _COLOURS = {
     "fedprox": "#c2809b",
 }
 _GREY = "#51606f"
+_UNCOLOURED = ("local", "ensemble", "all neurons")  # no method, or no single model
+_OTHERS = ("#2a9d9d", "#c28f2c", "#6b6ecf", "#a05195", "#5c8f4f")
 
 
 def _colour(method: str) -> str:
-    """Of a method or a variant of it, like fedavg-wide."""
-    return _COLOURS.get(method.split("-")[0].split(",")[0], _GREY)
+    """Of a method or a variant of it, like fedavg-wide; others' methods get one by their name."""
+    family = method.split("-")[0].split(",")[0]
+    if family in _UNCOLOURED:
+        return _GREY
+    return _COLOURS.get(family, _OTHERS[crc32(family.encode()) % len(_OTHERS)])
 
 
 def size_figure(series: Mapping[str, Sequence[tuple[int, float, float]]]) -> Figure:

@@ -1,0 +1,181 @@
+"""A method on the clients of one trial.
+
+Hides: how candidates are run, in one shot or in rounds, and checkpoints. Promises: the same
+clients, data and seeds for every method; a run that was killed resumes from its last finished
+round.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from nafi.errors import InputError
+from nafi.experiments.cells import Cell
+from nafi.experiments.clients import (
+    CachedTrainer,
+    Recipe,
+    attacked,
+    digest,
+    population,
+    runs_folder,
+)
+from nafi.experiments.entries import Record, entry
+from nafi.experiments.methods import LOCAL, Options, fuse_clients, fusion_options, option_names
+from nafi.experiments.trials import Trial, load_trial
+from nafi.federated import (
+    Acceptance,
+    Architecture,
+    Run,
+    Strategy,
+    Trainer,
+    make_strategy,
+    simulate,
+)
+from nafi.federated.run import Progress
+
+
+def try_candidates(cell: Cell, progress: Progress | None, device: str) -> list[Record]:
+    """An entry for each candidate of the cell's method."""
+    bench = _Bench(cell, load_trial(cell.trial_settings), progress, device)
+    run: Callable[[Options], Record]
+    if cell.method.method == LOCAL:
+        run = bench.run_alone
+    elif cell.experiment.rounds is None:
+        run = bench.run_one_shot
+    else:
+        run = bench.run_rounds
+    return [run(candidate) for candidate in cell.method.candidates()]
+
+
+@dataclass(frozen=True, eq=False)
+class _Bench:
+    """Where the candidates of one cell are run."""
+
+    cell: Cell
+    trial: Trial
+    progress: Progress | None
+    device: str
+
+    def run_alone(self, candidate: Options) -> Record:
+        """Clients that never talk; scores are means over them."""
+        start = time.perf_counter()
+        models = population(self.cell.recipe(candidate), self.trial, self.device)
+        scores = [self.trial.score(model) for model in models]
+        validation, test = (float(np.mean([s[name] for s in scores])) for name in scores[0])
+        return entry(candidate, validation, test, [], time.perf_counter() - start)
+
+    def run_one_shot(self, candidate: Options) -> Record:
+        """Clients train alone, and are fused once."""
+        cell = self.cell
+        models = attacked(
+            self._population(cell.recipe(candidate)),
+            cell.method.attack,
+            cell.experiment.attackers,
+            cell.seed,
+        )
+        spec = self.architecture.spec
+        start = time.perf_counter()
+        result = fuse_clients(
+            cell.method.method,
+            models,
+            self.trial.example_inputs,
+            cell.fusion_seed,
+            fusion_options(self._limited(candidate)),
+            self.trial.class_counts,
+            spec,
+        )
+        seconds = time.perf_counter() - start
+        model = self.trial.calibrate(result.model, int(candidate.get("calibrate", 0)))
+        widths = list(result.widths.values())
+        validation, test = self.trial.score(model).values()
+        return entry(candidate, validation, test, widths, seconds, **self._pictures(model))
+
+    def run_rounds(self, candidate: Options) -> Record:
+        """Clients train in rounds; the last one counts."""
+        cell, trial = self.cell, self.trial
+        options = self._limited(candidate)
+        rounds = int(options.pop("rounds", cell.experiment.rounds))
+        judged = partial(trial.calibrate, samples=int(options.pop("calibrate", 0)))
+        strategy = make_strategy(
+            cell.method.method,
+            self.architecture,
+            cell.training,
+            rounds=rounds,
+            seed=cell.fusion_seed,
+            **options,
+        )
+
+        def evaluate(model: nn.Module) -> dict[str, float]:
+            return {name: round(value, 3) for name, value in trial.score(judged(model)).items()}
+
+        start = time.perf_counter()
+        run = self._simulate(strategy, candidate, evaluate)
+        seconds = time.perf_counter() - start
+        last = run.records[-1]
+        details = {"rounds": run.records, **self._pictures(judged(run.model))}
+        validation, test = last["validation"], last["test"]
+        return entry(candidate, validation, test, last["widths"], seconds, **details)
+
+    def _pictures(self, model: nn.Module) -> Record:
+        """What a report can draw of a few samples, if the problem has something to draw."""
+        draw = self.trial.problem.pictures
+        return {} if draw is None else {"pictures": draw(model, self.trial.test)}
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The network that clients train, at the widths of another method's model if need be."""
+        method = self.cell.method
+        if method.widths_of is not None and self.cell.widths is None:
+            raise InputError(f"{method.name}: the widths of {method.widths_of} are not known")
+        return self.trial.architecture(self.cell.widths or self.cell.local_widths)
+
+    @cached_property
+    def _populations(self) -> dict[Recipe, list[nn.Module]]:
+        return {}
+
+    def _population(self, recipe: Recipe) -> list[nn.Module]:
+        """Candidates that differ in fusion alone share their clients."""
+        if recipe not in self._populations:
+            self._populations[recipe] = population(recipe, self.trial, self.device)
+        return self._populations[recipe]
+
+    def _limited(self, candidate: Options) -> dict[str, Any]:
+        """The options with the experiment's limit on widths, where the method has one."""
+        experiment, method = self.cell.experiment, self.cell.method.method
+        limit = experiment.width_limit
+        if limit == "none" or "max_width" not in option_names(method, experiment.in_rounds):
+            return dict(candidate)
+        return {"max_width": limit, **candidate}
+
+    def _simulate(
+        self, strategy: Strategy, candidate: Options, evaluate: Callable[..., dict[str, float]]
+    ) -> Run:
+        """Run a strategy from wherever it was left; its checkpoint goes when it is done."""
+        trial, problem = self.trial, self.trial.problem
+        label = f"{self.cell.method.name} {candidate}"
+        settings = json.dumps([label, strategy.settings(), strategy.rounds])
+        checkpoint = runs_folder() / f"{digest(trial.settings.key, settings)}.safetensors"
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        trainer = Trainer(
+            strategy.architecture, trial.data, problem.classes, problem.loss, self.device
+        )
+        run = simulate(
+            strategy,
+            list(trial.data),
+            CachedTrainer(trainer, trial.settings.key, strategy.architecture.form.widths),
+            acceptance=Acceptance(classes=problem.classes),
+            evaluate=evaluate,
+            checkpoint=checkpoint,
+            resume=True,
+            progress=self.progress,
+        )
+        checkpoint.unlink(missing_ok=True)
+        return run

@@ -1,0 +1,161 @@
+"""Run records: one JSON line for each cell.
+
+Hides: the file, and lines that were cut off. Promises: a record is written at once and whole;
+records of other settings are never mixed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import scipy
+import torch
+
+from nafi.errors import InputError
+from nafi.experiments.cells import Cell, Key
+from nafi.experiments.config import Experiment, report_of
+from nafi.experiments.entries import DETAILS, Record
+from nafi.experiments.problems import PROBLEMS
+from nafi.files import atomic_path, check_writable
+from nafi.version import __version__
+
+
+def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
+    """The record of a cell; the choice among what was tried is made on validation data alone.
+
+    What choosing on test data would have given stands beside it, under that name. seed: of the
+    clients; fusion_seed: of the method
+    """
+    experiment, method = cell.experiment, cell.method
+    best = max(tried, key=lambda entry: entry["validation"])
+    picked = max(tried, key=lambda entry: entry["test"])
+    report = experiment.report.as_table()
+    known = report == report_of({"config": {"name": experiment.name}})
+    return {
+        "experiment": experiment.label,
+        "trial": cell.trial,
+        "clients": cell.clients,
+        "hidden": cell.hidden,
+        "metric": PROBLEMS[experiment.data].metric,
+        "method": method.name,
+        **({"attack": method.attack} if method.attack != "none" else {}),
+        "seed": cell.seed,
+        "fusion_seed": cell.fusion_seed,
+        "chosen": best["options"],
+        "validation": best["validation"],
+        "test": best["test"],
+        "test_picked": picked["test"],
+        "widths": best["widths"],
+        "local_width": experiment.widths or experiment.width,
+        "fuse_seconds": best["seconds"],
+        "candidates": [{k: v for k, v in entry.items() if k != DETAILS} for entry in tried],
+        **best.get(DETAILS, {}),
+        "seconds": round(seconds, 3),
+        "config": experiment.settings(),
+        **({} if known else {"report": report}),
+        "versions": {
+            "nafi": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "scipy": scipy.__version__,
+        },
+    }
+
+
+def append_record(file: Path, record: Record) -> None:
+    """Write a record for good; the file is made with the first one."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+
+
+def read_records(file: Path) -> list[Record]:
+    """The records of a file; a last line that was cut off while being written is left out."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} does not hold run records: {error}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise InputError(f"{file}: line {number} is not a record") from None
+    return records
+
+
+def read_runs(path: Path) -> dict[str, list[Record]]:
+    """Experiment -> its records, from a file or from all files of a folder."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path} holds no .jsonl files; nafi run writes them")
+    runs: dict[str, list[Record]] = {}
+    for file in files:
+        for record in read_records(file):
+            if not isinstance(record, dict) or not isinstance(record.get("experiment"), str):
+                raise InputError(f"{file} does not hold run records")
+            runs.setdefault(record["experiment"], []).append(record)
+    if not runs:
+        raise InputError(f"{path} holds no records yet")
+    return runs
+
+
+def finished(experiment: Experiment, file: Path, resume: bool) -> dict[Key, Record]:
+    """The records that need not be computed again; mends a file whose last line was cut off."""
+    _check_place(file)
+    if not file.exists() or not file.stat().st_size:
+        return {}
+    if not resume:
+        raise InputError(f"{file} exists already: --resume to go on with it, or another --out")
+    records = read_records(file)
+    for number, record in enumerate(records, start=1):
+        if not _is_of(experiment, record):
+            raise InputError(
+                f"{file}: line {number} is of another experiment or other settings; give another "
+                "--out, or remove the file"
+            )
+    _check_candidates(experiment, file, records)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    if text != file.read_text(encoding="utf-8"):
+        with atomic_path(file) as partial:
+            partial.write_text(text, encoding="utf-8")
+    return {(r["trial"], r["clients"], r["hidden"], r["method"]): r for r in records}
+
+
+def _check_place(file: Path) -> None:
+    """Refuse a file that cannot be written before anything is trained for it."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {error.strerror}") from None
+    check_writable(file, overwrite=True)
+
+
+def _is_of(experiment: Experiment, record: object) -> bool:
+    """Whether a record is of this experiment; older ones of one shot are without the profile."""
+    if not isinstance(record, dict) or not experiment.agrees(record.get("config")):
+        return False
+    older = "profile" not in record["config"]
+    return record.get("experiment") in (experiment.label, experiment.name if older else None)
+
+
+def _check_candidates(experiment: Experiment, file: Path, records: Sequence[Record]) -> None:
+    """Refuse records of a method that had others to choose from."""
+    candidates = {
+        m.name: (json.loads(json.dumps(m.candidates())), m.attack) for m in experiment.methods
+    }
+    for number, record in enumerate(records, start=1):
+        tried = [entry["options"] for entry in record["candidates"]], record.get("attack", "none")
+        if record["method"] in candidates and tried != candidates[record["method"]]:
+            raise InputError(
+                f"{file}: line {number}: {record['method']} had other candidates or attackers; "
+                "remove its lines to run it again, or give another --out"
+            )

@@ -1,0 +1,107 @@
+"""The clients of one trial, their data, and how a model is judged.
+
+Hides: loading, sharing out and holding back. Promises: a trial depends on its settings alone, so
+every method meets the same clients and judges.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from nafi.experiments.partition import hold_back
+from nafi.experiments.problems import PROBLEMS, Problem, load_data
+from nafi.federated import Architecture, Samples
+from nafi.federated.samples import as_numbers
+from nafi.fusion import calibrate
+
+# Changes whenever the same settings would give other clients or models.
+RECIPE = 2
+
+
+@dataclass(frozen=True)
+class TrialSettings:
+    """All that decides the clients of a trial.
+
+    seed: of the partition; samples_seed: of the draw of `samples` from the training data
+    """
+
+    data: str
+    clients: int
+    seed: int
+    alpha: float
+    validation: float
+    samples: int | None = None
+    samples_seed: int = 0
+    test_samples: int | None = None
+    size: tuple[int, int] | None = None
+
+    @property
+    def key(self) -> str:
+        """The settings as a text, for the names of files."""
+        return json.dumps([RECIPE, asdict(self)])
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """data: client -> its training samples; validation: what all clients hold back."""
+
+    settings: TrialSettings
+    problem: Problem
+    data: Mapping[str, Samples]
+    validation: Samples
+    test: Samples
+
+    @property
+    def example_inputs(self) -> tuple[Tensor]:
+        """The arguments of a network's forward."""
+        return (as_numbers(self.test.inputs[:2]),)
+
+    @property
+    def class_counts(self) -> npt.NDArray[np.int64] | None:
+        """(S, K) training samples of each client and class."""
+        if self.problem.classes is None:
+            return None
+        classes = self.problem.classes
+        labels = [samples.labels.numpy() for samples in self.data.values()]
+        return np.stack([np.bincount(of_client, minlength=classes) for of_client in labels])
+
+    def architecture(self, widths: Sequence[int]) -> Architecture:
+        """The network of the problem at these widths."""
+        return Architecture(partial(self.problem.network, tuple(widths)), self.example_inputs)
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        """On the samples that clients hold back, and on the test data; in percent."""
+        score = self.problem.score
+        return {"validation": score(model, self.validation), "test": score(model, self.test)}
+
+    def calibrate(self, model: nn.Module, samples: int) -> nn.Module:
+        """The model with statistics of so many training inputs of all clients; 0 for its own."""
+        if not samples:
+            return model
+        inputs = torch.cat([of_client.inputs for of_client in self.data.values()])
+        order = np.random.default_rng(self.settings.seed).permutation(len(inputs))[:samples]
+        return calibrate(model, [as_numbers(inputs[order])])
+
+
+def load_trial(settings: TrialSettings) -> Trial:
+    """Draw the training data of a trial and share it out."""
+    problem = PROBLEMS[settings.data]
+    data = load_data(settings.data, settings.samples, settings.samples_seed, settings.size)
+    rng = np.random.default_rng([settings.seed, settings.clients])
+    parts = problem.partition(data, settings.clients, settings.alpha, rng)
+    kept, held = zip(*(hold_back(part, settings.validation, rng) for part in parts), strict=True)
+    return Trial(
+        settings,
+        problem,
+        {str(s): data.train[index] for s, index in enumerate(kept)},
+        data.train[np.concatenate(held)],
+        data.test[slice(settings.test_samples)],
+    )

@@ -1,0 +1,268 @@
+"""The tables and figures that a report can show, by name.
+
+Hides: how each is made of records. Promises: every number is a function of the records; a view that
+has nothing to show of them shows nothing, so any view goes with any experiment.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nafi.errors import InputError
+from nafi.reports import figures
+from nafi.reports.records import (
+    CellKey,
+    Paper,
+    Record,
+    Summary,
+    TextTable,
+    by_cell,
+    cell_name,
+    compared_table,
+    in_order,
+    metric_of,
+    score_table,
+    width_table,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Picture = npt.NDArray[np.uint8]
+# (sample, settings of the experiment) -> photo (height, width, 3) and mask (height, width)
+Photos = Callable[[int, Mapping[str, Any]], tuple[Picture, Picture]]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What views are made of.
+
+    titles: view -> a title instead of its usual one
+    photos: looks up what is not in records, for pictures of samples
+    """
+
+    records: Sequence[Record]
+    titles: Mapping[str, str] = field(default_factory=dict)
+    paper: Paper = field(default_factory=Paper)
+    photos: Photos | None = None
+
+    @property
+    def in_rounds(self) -> list[Record]:
+        """Records of methods that have a curve over rounds."""
+        return [r for r in self.records if r.get("rounds") and not _is_one_shot(r)]
+
+    @property
+    def metric(self) -> str:
+        """What the numbers of the records are."""
+        return metric_of(self.records)
+
+
+View = Callable[[Material], "Iterator[TextTable | Figure]"]
+VIEWS: dict[str, View] = {}
+# What is shown of an experiment that does not say.
+USUAL = ("score", "paper", "best-round", "widths", "bytes", "test-picked", "curves", "pictures")
+
+
+def view(name: str) -> Callable[[View], View]:
+    """Make a view known by its name."""
+
+    def register(function: View) -> View:
+        VIEWS[name] = function
+        return function
+
+    return register
+
+
+def check_views(names: Sequence[str]) -> None:
+    """Refuse names of views that there are not."""
+    for name in names:
+        if name not in VIEWS:
+            raise InputError(f"report: there is no view {name!r}; known: {', '.join(VIEWS)}")
+
+
+@view("score")
+def _score(material: Material) -> Iterator[TextTable | Figure]:
+    """The table of the chosen candidates; in rounds, after the last one."""
+    timed = any(r.get("rounds") for r in material.records)
+    usual = material.metric.capitalize()
+    usual += " after the last round" if timed else ", chosen on validation data"
+    yield score_table(material.records, material.titles.get("score", usual))
+
+
+@view("test-picked")
+def _test_picked(material: Material) -> Iterator[TextTable | Figure]:
+    """What choosing on test data would have given."""
+    title = "test-picked: chosen on test data, not comparable"
+    yield score_table(material.records, title, "test_picked")
+
+
+@view("paper")
+def _paper(material: Material) -> Iterator[TextTable | Figure]:
+    """Ours beside the paper's."""
+    yield compared_table([r for r in material.records if not _is_one_shot(r)], material.paper)
+
+
+@view("widths")
+def _widths(material: Material) -> Iterator[TextTable | Figure]:
+    """Widths of the fused networks."""
+    yield width_table(material.records)
+
+
+@view("size")
+def _size(material: Material) -> Iterator[TextTable | Figure]:
+    """ln(J / sum J_s), as the paper's figure has it."""
+    cells = by_cell(
+        material.records,
+        lambda r: log(sum(r["widths"]) / (r["clients"] * r["hidden"] * r["local_width"])),
+    )
+    methods = in_order({r["method"] for r in material.records})
+    rows = [(str(k[0]), *(str(row.get(m, "")) for m in methods)) for k, row in cells.items()]
+    yield TextTable("ln(J / sum of J_s)", ("clients", *methods), tuple(rows))
+    series = {
+        m: [(k[0], row[m].mean, row[m].spread or 0.0) for k, row in cells.items() if m in row]
+        for m in methods
+    }
+    yield figures.size_figure(series)
+
+
+@view("penalty")
+def _penalty(material: Material) -> Iterator[TextTable | Figure]:
+    """Accuracy over the penalty and the number of clients."""
+    cells = by_cell(material.records, lambda r: r["test"])
+    names = {float(r["chosen"]["penalty"]): r["method"] for r in material.records}
+    penalties = sorted(names)
+    rows = [
+        (str(key[0]), *(str(row.get(names[p], "")) for p in penalties))
+        for key, row in cells.items()
+    ]
+    headings = ("clients", *(f"{p:g}" for p in penalties))
+    yield TextTable("Test accuracy by penalty", headings, tuple(rows))
+    means = [
+        [row[names[p]].mean if names[p] in row else np.nan for p in penalties]
+        for row in cells.values()
+    ]
+    yield figures.sensitivity_figure(penalties, [key[0] for key in cells], np.array(means))
+
+
+@view("width")
+def _width(material: Material) -> Iterator[TextTable | Figure]:
+    """Accuracy against the global width that each method came to."""
+    series: dict[str, list[tuple[float, float, float]]] = {}
+    ceilings: dict[str, float] = {}
+    rows = []
+    for method in in_order({r["method"] for r in material.records}):
+        runs = [r for r in material.records if r["method"] == method]
+        accuracy = Summary.of([r["test"] for r in runs])
+        family = re.split(r"[, ]", method)[0]
+        factor = float("nan") if family == "ensemble" else _mean_factor(runs)
+        if family in ("ensemble", "all"):  # as wide as can be: what others fall short of
+            ceilings[method] = accuracy.mean
+        else:
+            point = (factor, accuracy.mean, accuracy.spread or 0.0)
+            series.setdefault(family, []).append(point)
+        rows.append((method, "" if np.isnan(factor) else f"{factor:.2f}x", str(accuracy)))
+    headings = ("method", "width", "test accuracy")
+    yield TextTable("Accuracy against width", headings, tuple(rows))
+    yield figures.width_figure(series, ceilings)
+
+
+def _mean_factor(records: Sequence[Record]) -> float:
+    """Global over local width, over layers and trials; 1 for methods that keep the width."""
+    factors: list[Any] = [
+        np.mean(r["widths"]) / r["local_width"] if r["widths"] else 1.0 for r in records
+    ]
+    return float(np.mean(factors))
+
+
+def _is_one_shot(record: Record) -> bool:
+    """Whether a method had one round, among others that have more: it has no curve and no best."""
+    return len(record.get("rounds") or []) == 1 < int(record["config"].get("rounds") or 1)
+
+
+@view("best-round")
+def _best_round(material: Material) -> Iterator[TextTable | Figure]:
+    """The round that did best on validation data, for methods that go up and down."""
+    chosen = [
+        {**r, "best": max(r["rounds"], key=lambda entry: entry["validation"])["test"]}
+        for r in material.in_rounds
+    ]
+    title = f"{material.metric.capitalize()} of the round that is best on validation data"
+    if chosen:
+        yield score_table(chosen, title, "best")
+
+
+@view("bytes")
+def _bytes(material: Material) -> Iterator[TextTable | Figure]:
+    """Megabytes of all rounds and clients, down and up."""
+    timed = [r for r in material.records if r.get("rounds")]
+    sent = {
+        way: by_cell(timed, lambda r, way=way: sum(e[f"bytes_{way}"] for e in r["rounds"]) / 1e6)  # type: ignore[misc]
+        for way in ("down", "up")
+    }
+    cells = list(sent["down"])
+
+    def text(method: str, key: CellKey) -> str:
+        both: list[Summary | None] = [sent[way][key].get(method) for way in ("down", "up")]
+        return " / ".join(f"{s.mean:.1f}" for s in both if s is not None)
+
+    rows = tuple(
+        (method, *(text(method, key) for key in cells))
+        for method in in_order({r["method"] for r in timed})
+    )
+    headings = ("method", *map(cell_name, cells))
+    yield TextTable("Megabytes down / up, all rounds and clients", headings, rows)
+
+
+@view("curves")
+def _curves(material: Material) -> Iterator[TextTable | Figure]:
+    """The mean over trials of every round: a panel for each number of clients."""
+    timed = material.in_rounds
+    panels = {
+        f"{clients} clients": _mean_curves([r for r in timed if r["clients"] == clients])
+        for clients in sorted({r["clients"] for r in timed})
+    }
+    if panels:
+        yield figures.rounds_figure(panels, f"{material.metric}, %")
+
+
+def _mean_curves(records: Sequence[Record]) -> dict[str, list[float]]:
+    """Method -> score of each round, the mean over trials."""
+    curves = {}
+    for method in in_order({r["method"] for r in records}):
+        runs = [[entry["test"] for entry in r["rounds"]] for r in records if r["method"] == method]
+        curves[method] = [fmean(values) for values in zip(*runs, strict=False)]
+    return curves
+
+
+@view("pictures")
+def _pictures(material: Material) -> Iterator[TextTable | Figure]:
+    """What each method makes of a few samples, of the first trial with the fewest clients."""
+    drawn = [r for r in material.records if r.get("pictures")]
+    fewest = min((r["clients"] for r in drawn), default=0)
+    shown = [r for r in drawn if r["clients"] == fewest and r["trial"] == 0]
+    if not shown:
+        return
+    samples = [picture["sample"] for picture in shown[0]["pictures"]]
+    columns: dict[str, Sequence[Picture | None]] = {}
+    if material.photos is not None:
+        pairs = [material.photos(sample, shown[0]["config"]) for sample in samples]
+        columns = {"photo": [photo for photo, _ in pairs], "mask": [mask for _, mask in pairs]}
+    by_method = {r["method"]: r["pictures"] for r in shown}
+    for method in in_order(by_method):
+        columns[method] = [_unpacked(picture) for picture in by_method[method]]
+    yield figures.pictures_figure(columns, len(samples))
+
+
+def _unpacked(picture: Mapping[str, Any]) -> Picture:
+    height, width = picture["shape"]
+    bits = np.frombuffer(base64.b64decode(picture["bits"]), dtype=np.uint8)
+    return np.unpackbits(bits)[: height * width].reshape(height, width)
