@@ -16,7 +16,7 @@ from nafi.fusion import FusionWarning
 from nafi.fusion.clients import check_clients
 from nafi.fusion.descent import next_group
 from nafi.fusion.features import table
-from nafi.fusion.networks import prepare
+from nafi.fusion.networks import prepare_networks
 from nafi.graph import groups, permute
 from nafi.graph.lift import Positions
 from tests.fusion.networks import MLP, NormNet, gap, seeded
@@ -148,7 +148,7 @@ def test_a_list_of_penalties_is_chosen_from_by_validation() -> None:
 
 def test_top_down_goes_the_other_way() -> None:
     models = noisy_clients()
-    networks = prepare(check_clients(models, None, None, None), INPUTS, None, "attach")
+    networks = prepare_networks(check_clients(models, None, None, None), INPUTS, None, "attach")
     assert next_group(networks, "bottom-up", []) == "layers.0"
     assert next_group(networks, "top-down", []) == "layers.1"
     # From above, the upper layer is compared by its bias and five outgoing weights alone.
@@ -173,7 +173,7 @@ def test_residual_groups_wait_for_what_feeds_them() -> None:
     """The stream cannot wait for the block that reads it; the block's inside comes second."""
     models = [NormNet().eval() for _ in range(2)]
     images = (torch.randn(2, 3, 6, 6),)
-    networks = prepare(check_clients(models, None, None, None), images, None, "attach")
+    networks = prepare_networks(check_clients(models, None, None, None), images, None, "attach")
     assert next_group(networks, "bottom-up", []) == "stem"
     assert next_group(networks, "bottom-up", ["stem"]) == "inner"
 

@@ -9,8 +9,8 @@ import torch
 import nafi
 from nafi.errors import InputError
 from nafi.fusion.clients import check_clients
-from nafi.fusion.merge import merge
-from nafi.fusion.networks import prepare
+from nafi.fusion.merge import merge_tensors
+from nafi.fusion.networks import prepare_networks
 from nafi.graph.lift import Positions, Shares, lift
 from tests.fusion.networks import MLP, seeded
 
@@ -67,8 +67,8 @@ def expected_by_loops(models: list[MLP]) -> dict[str, np.ndarray]:
 def test_merging_equals_plain_loops() -> None:
     models = two_clients()
     clients = check_clients(models, COUNTS, None, None)
-    networks = prepare(clients, INPUTS, None, "attach")
-    found = merge(networks, placements(), restore_norm=False)
+    networks = prepare_networks(clients, INPUTS, None, "attach")
+    found = merge_tensors(networks, placements(), restore_norm=False)
     expected = expected_by_loops(models)
     assert set(found) == set(expected)
     for name, values in expected.items():
@@ -77,9 +77,9 @@ def test_merging_equals_plain_loops() -> None:
 
 def test_restored_norms_are_the_mean_of_the_members() -> None:
     models = two_clients()
-    networks = prepare(check_clients(models, COUNTS, None, None), INPUTS, None, "attach")
-    plain = merge(networks, placements(), restore_norm=False)
-    found = merge(networks, placements(), restore_norm=True)
+    networks = prepare_networks(check_clients(models, COUNTS, None, None), INPUTS, None, "attach")
+    plain = merge_tensors(networks, placements(), restore_norm=False)
+    found = merge_tensors(networks, placements(), restore_norm=True)
     norms = [m.state_dict()["layers.0.weight"].norm(dim=1) for m in models]
     shared = float((norms[0][1] + norms[1][0]) / 2)  # both own place 2
     assert float(found["layers.0.weight"][2].norm()) == pytest.approx(shared, rel=1e-5)
@@ -96,7 +96,7 @@ def test_restored_norms_are_the_mean_of_the_members() -> None:
 def test_keeping_all_neurons_is_the_class_weighted_ensemble() -> None:
     """Closed form: with disjoint neurons the fused logits are the clients', weighted by class."""
     models = [seeded(s, 4, 3, 2, 3) for s in range(2)]
-    networks = prepare(check_clients(models, COUNTS, None, None), INPUTS, None, "attach")
+    networks = prepare_networks(check_clients(models, COUNTS, None, None), INPUTS, None, "attach")
     apart = [
         {
             "layers.0": Positions(torch.arange(3) + 3 * s, 6),
@@ -104,7 +104,7 @@ def test_keeping_all_neurons_is_the_class_weighted_ensemble() -> None:
         }
         for s in (0, 1)
     ]
-    state = merge(networks, apart, restore_norm=True)
+    state = merge_tensors(networks, apart, restore_norm=True)
     fused, _, _ = networks.build(state, {"layers.0": 6, "layers.1": 4})
     shares = torch.tensor(COUNTS).float() / torch.tensor(COUNTS).float().sum(dim=0)
     with torch.no_grad():
@@ -114,9 +114,9 @@ def test_keeping_all_neurons_is_the_class_weighted_ensemble() -> None:
 
 def test_samples_weigh_where_there_are_no_classes() -> None:
     models = [seeded(s, 4, 3, 3) for s in range(2)]
-    networks = prepare(check_clients(models, None, [30, 10], None), INPUTS, None, "attach")
+    networks = prepare_networks(check_clients(models, None, [30, 10], None), INPUTS, None, "attach")
     together = [{"layers.0": Positions(torch.arange(3), 3)} for _ in range(2)]
-    state = merge(networks, together, restore_norm=False)
+    state = merge_tensors(networks, together, restore_norm=False)
     for name, tensor in state.items():
         one, two = (m.state_dict()[name] for m in models)
         assert torch.allclose(tensor, 0.75 * one + 0.25 * two, atol=1e-6), name

@@ -22,10 +22,18 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Form
 from nafi.federated.strategies import strategy
 from nafi.federated.strategy import State, Strategy, Task, Update, class_table, tensors_of
-from nafi.fusion import AligningMethod, Method, Nafi, Rebasin, Transport, fuse
-from nafi.fusion.clients import check_class_axis
-from nafi.fusion.screen import Screen, real
-from nafi.fusion.widths import check_max_width
+from nafi.fusion import (
+    AligningMethod,
+    Method,
+    Nafi,
+    Rebasin,
+    Screen,
+    Transport,
+    as_real,
+    check_class_axis,
+    check_max_width,
+    fuse,
+)
 from nafi.graph import ModelSpec, holds_numbers, widened
 from nafi.options import SWITCH, one_of, option
 
@@ -303,7 +311,7 @@ def screened_average(
             # Counters and positions: no client's word for them, where there is another.
             mean[name] = before.get(name, tensor)
             continue
-        values = torch.stack([real(update.tensors[name], name) for update in held])
+        values = torch.stack([as_real(update.tensors[name], name) for update in held])
         weights = torch.stack([_weight(update, name, spec, class_shares) for update in held])
         weights = weights.reshape(len(held), *weights.shape[1:] or [1] * tensor.ndim)
         trimmed = screen.mean(values, weights > 0, weights)

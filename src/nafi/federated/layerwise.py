@@ -20,12 +20,20 @@ from nafi.errors import InputError, few
 from nafi.federated.architecture import Form, Tensors, load_tensors
 from nafi.federated.strategies import strategy
 from nafi.federated.strategy import State, Strategy, Task, Update, check_shapes, class_table
-from nafi.fusion import Bayesian, Method, Nafi
-from nafi.fusion.clients import check_class_axis, check_clients
-from nafi.fusion.descent import Descent, in_place, next_group
-from nafi.fusion.merge import merge
-from nafi.fusion.networks import Networks, prepare
-from nafi.fusion.widths import check_max_width
+from nafi.fusion import (
+    Bayesian,
+    Descent,
+    Method,
+    Nafi,
+    Networks,
+    check_class_axis,
+    check_clients,
+    check_max_width,
+    in_place,
+    merge_tensors,
+    next_group,
+    prepare_networks,
+)
 from nafi.graph import (
     ModelSpec,
     Positions,
@@ -204,7 +212,9 @@ class Layerwise(Strategy[LayerwiseState]):
             [f"client {name}" for name in state.members],
         )
         _, spec = self.architecture.network(state.form)
-        return prepare(clients, self.architecture.example_inputs, spec, self.method.batchnorm)
+        return prepare_networks(
+            clients, self.architecture.example_inputs, spec, self.method.batchnorm
+        )
 
     def _networks_after(
         self, networks: Networks, placements: Places, settled: Tensors, form: Form
@@ -315,7 +325,7 @@ class Layerwise(Strategy[LayerwiseState]):
         restore_norm: bool,
         names: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
-        return merge(
+        return merge_tensors(
             networks, placements, restore_norm=restore_norm, names=names, screen=self.method.screen
         )
 

@@ -3,14 +3,19 @@
 from nafi.fusion.api import Validate, fuse
 from nafi.fusion.averaging import FedAvg
 from nafi.fusion.bayesian import Bayesian, Nafi, Pfnm
+from nafi.fusion.clients import check_class_axis, check_clients
+from nafi.fusion.descent import Descent, in_place, next_group
 from nafi.fusion.ensemble import Ensemble
+from nafi.fusion.merge import merge_tensors
 from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
-from nafi.fusion.networks import FusionWarning
+from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
 from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import FusionResult
+from nafi.fusion.screen import Screen, as_real
 from nafi.fusion.transport import Transport, align_to_one
+from nafi.fusion.widths import check_max_width
 from nafi.graph import calibrate
 
 __all__ = [
@@ -18,22 +23,33 @@ __all__ = [
     "AligningMethod",
     "Alignment",
     "Bayesian",
+    "Descent",
     "Ensemble",
     "FedAvg",
     "FusionResult",
     "FusionWarning",
     "Method",
     "Nafi",
+    "Networks",
     "Pfnm",
     "Progress",
     "Rebasin",
+    "Screen",
     "Transport",
     "Validate",
     "align_to_one",
+    "as_real",
     "calibrate",
+    "check_class_axis",
+    "check_clients",
+    "check_max_width",
     "fuse",
+    "in_place",
     "input_moments",
     "make_method",
+    "merge_tensors",
     "method_names",
+    "next_group",
     "option_names",
+    "prepare_networks",
 ]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from nafi.fusion.networks import Networks
-from nafi.fusion.screen import Screen, real
+from nafi.fusion.screen import Screen, as_real
 from nafi.graph import ModelSpec, Placements, holds_numbers, lift, lifted_rows, widened
 
 
-def merge(
+def merge_tensors(
     networks: Networks,
     placements: Sequence[Placements],
     *,
@@ -74,7 +74,7 @@ def fused_network(
 ) -> tuple[nn.Module, ModelSpec, ModelSpec]:
     """The network of what `merge` gives; see `Networks.build`."""
     averaged = networks.unfolded() if networks.batchnorm.merges_unfolded else networks
-    state = merge(averaged, placements, restore_norm=restore_norm, screen=screen)
+    state = merge_tensors(averaged, placements, restore_norm=restore_norm, screen=screen)
     return averaged.build(state, widths)
 
 
@@ -129,7 +129,7 @@ class _Trimmed:
     ) -> None:
         spec, tensor = networks.specs[index], networks.states[index][name]
         whole = torch.ones(tensor.shape, dtype=torch.float64)
-        self.values.append(lift(real(tensor, name), name, spec, placements))
+        self.values.append(lift(as_real(tensor, name), name, spec, placements))
         self.present.append(lift(whole, name, spec, placements) > 0)
         self.owners.append(lifted_rows(name, spec, placements) > 0)
         self.weights.append(weight)

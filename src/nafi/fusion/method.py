@@ -18,7 +18,7 @@ import numpy as np
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
 from nafi.fusion.merge import fused_network
-from nafi.fusion.networks import Networks, prepare
+from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
 from nafi.graph import Inputs, ModelSpec, Normalisation, Placement, Positions, Shares
@@ -118,7 +118,7 @@ class AligningMethod(Method):
 
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
         """The clients' networks with groups found and normalisation folded."""
-        return prepare(clients, example_inputs, spec, self.batchnorm)
+        return prepare_networks(clients, example_inputs, spec, self.batchnorm)
 
     @abstractmethod
     def align(self, networks: Networks, progress: Progress) -> Alignment:

@@ -152,7 +152,7 @@ class Networks:
         return model.eval(), spec, self.architecture.resized(widths)
 
 
-def prepare(
+def prepare_networks(
     clients: Clients, example_inputs: Inputs, spec: ModelSpec | None, batchnorm: str
 ) -> Networks:
     """Find the groups, fit them to every client and fold batch normalisation."""

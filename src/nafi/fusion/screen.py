@@ -120,7 +120,7 @@ class Screen:
         return summed / torch.where(total > 0, total, 1.0)
 
 
-def real(tensor: Tensor, name: str) -> Tensor:
+def as_real(tensor: Tensor, name: str) -> Tensor:
     """A tensor in double precision, or an error for one that has no order to be trimmed by."""
     if tensor.is_complex():
         raise InputError(f"{name}: complex numbers have no order; leave trim out")
