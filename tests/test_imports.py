@@ -67,12 +67,15 @@ RESERVED = {
 SHALLOW = {
     "__init__",
     "checkpoints",
+    "cli",
+    "experiments",
     "factories",
     "files",
     "fusion",
     "graph",
     "manifest",
     "matching",
+    "reports",
 }
 
 

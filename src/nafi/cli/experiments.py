@@ -48,7 +48,7 @@ def run(
 ) -> None:
     """Run an experiment: a JSON line for every method, trial and number of clients."""
     from nafi.experiments import experiment_names, load_experiment, run_experiment
-    from nafi.federated.training import check_device
+    from nafi.federated import check_device
     from nafi.reports import check_views, metric_of, score_table
 
     if listed:

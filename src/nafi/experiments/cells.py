@@ -12,8 +12,7 @@ from nafi.experiments.clients import Recipe
 from nafi.experiments.config import Experiment, MethodConfig
 from nafi.experiments.methods import Options, training_options
 from nafi.experiments.trials import TrialSettings
-from nafi.federated import Training
-from nafi.federated.randomness import derived_seed
+from nafi.federated import Training, derived_seed
 
 Key = tuple[int, int, int, str]
 

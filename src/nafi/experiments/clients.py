@@ -26,9 +26,7 @@ from nafi.experiments.data import cache_folder
 from nafi.experiments.problems import PROBLEMS, Problem
 from nafi.experiments.training import train_clients, train_in_turn
 from nafi.experiments.trials import Trial, TrialSettings, load_trial
-from nafi.federated import Task, Trainer, Training, Update
-from nafi.federated.messages import task_to, update_from, update_to
-from nafi.federated.randomness import seeded
+from nafi.federated import Task, Trainer, Training, Update, seeded, task_to, update_from, update_to
 from nafi.files import atomic_path
 
 Progress = Callable[[int, int], None]

@@ -28,7 +28,7 @@ from pydantic import (
 from nafi.errors import InputError
 from nafi.experiments.methods import LOCAL, check_method
 from nafi.experiments.problems import PROBLEMS, problem_named
-from nafi.federated.training import Optimiser
+from nafi.federated import Optimiser
 
 PAPER = resources.files("nafi.experiments") / "paper"
 # What clients start from: weights of their own, or the same for all.

@@ -33,13 +33,13 @@ from nafi.experiments.trials import Trial, load_trial
 from nafi.federated import (
     Acceptance,
     Architecture,
+    Progress,
     Run,
     Strategy,
     Trainer,
     make_strategy,
     simulate,
 )
-from nafi.federated.run import Progress
 
 
 def try_candidates(cell: Cell, progress: Progress | None, device: str) -> list[Record]:

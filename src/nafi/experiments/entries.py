@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nafi.federated import Samples
-from nafi.federated.samples import as_numbers
+from nafi.federated import Samples, as_numbers
 
 Record = dict[str, Any]
 DETAILS = "details"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.federated import STRATEGIES, Training
-from nafi.federated.strategies import option_names as strategy_options
+from nafi.federated import option_names as strategy_options
 from nafi.fusion import METHODS, FusionResult, fuse, make_method
 from nafi.fusion import option_names as method_options
 from nafi.graph import ModelSpec

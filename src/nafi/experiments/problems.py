@@ -24,9 +24,7 @@ from nafi.experiments.entries import Record, accuracy, dice
 from nafi.experiments.models import ConvNet, UNet, drawn_mlp, unet_widths
 from nafi.experiments.partition import Index, dirichlet_partition, quantity_partition
 from nafi.experiments.training import PAPER
-from nafi.federated import Samples, Training
-from nafi.federated.samples import as_numbers
-from nafi.federated.training import Loss
+from nafi.federated import Loss, Samples, Training, as_numbers
 
 _PICTURES = 4
 

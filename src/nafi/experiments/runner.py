@@ -27,7 +27,7 @@ from nafi.experiments.config import Experiment
 from nafi.experiments.engine import try_candidates
 from nafi.experiments.entries import Record
 from nafi.experiments.records import append_record, finished, make_record
-from nafi.federated.run import Progress
+from nafi.federated import Progress
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

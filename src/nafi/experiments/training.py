@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from nafi.errors import InputError
-from nafi.federated import Samples, Training, train
-from nafi.federated.training import Loss, make_optimiser
+from nafi.federated import Loss, Samples, Training, make_optimiser, train
 
 Parameters = dict[str, Tensor]
 Progress = Callable[[int, int], None]

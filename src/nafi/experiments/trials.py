@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from nafi.experiments.partition import hold_back
 from nafi.experiments.problems import PROBLEMS, Problem, load_data
-from nafi.federated import Architecture, Samples
-from nafi.federated.samples import as_numbers
+from nafi.federated import Architecture, Samples, as_numbers
 from nafi.fusion import calibrate
 
 # Changes whenever the same settings would give other clients or models.
