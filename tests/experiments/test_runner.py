@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -205,6 +206,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert records[: len(half)] == half  # kept as they were, seconds included
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
     """It goes to every process of a terminal; one line says how to resume, and nobody is left.
 
@@ -242,6 +244,22 @@ def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
+def test_an_interrupt_between_two_results_ends_the_workers(tmp_path: Path) -> None:
+    """The workers are at something that would take hours."""
+    long = {"name": "long", "method": "nafi", "options": {"epochs": 10**6}}
+    experiment = Experiment(**{**SMALL, "trials": 1, "methods": [SMALL["methods"][0], long]})
+
+    def stop(step: str, done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(experiment, tmp_path / "r.jsonl", jobs=2, resume=False, progress=stop)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
 def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
     died = r"a worker process died.* resume with fewer --jobs"
     with pytest.raises(NafiError, match=died), _workers(2) as pool:
