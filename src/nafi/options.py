@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Any, Self
@@ -148,7 +149,7 @@ class Options:
 
     def settings(self) -> dict[str, Any]:
         """All options as plain data for JSON."""
-        return {name: _plain(getattr(self, name)) for name in self.option_names()}
+        return {name: plain_data(getattr(self, name)) for name in self.option_names()}
 
     def differences(self, other: Options) -> dict[str, Any]:
         """The options that have another value than those of an object of the same class."""
@@ -168,9 +169,27 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
+def plain_data(value: Any) -> Any:
+    """A value as JSON has it; functions by their names and what is bound to them.
+
+    Equal values give equal data in every process: no address in memory is part of it.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case np.generic() | np.ndarray():
+            return value.tolist()
+        case Mapping():
+            return {str(name): plain_data(item) for name, item in value.items()}
+        case list() | tuple():
+            return [plain_data(item) for item in value]
+        case set() | frozenset():
+            return sorted(plain_data(item) for item in value)
+        case partial():
+            bound = {"arguments": list(value.args), **value.keywords}
+            return {"function": plain_data(value.func), **plain_data(bound)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return {"kind": type(value).__qualname__, **plain_data(named)}
+    named_thing = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named_thing.__module__}.{named_thing.__qualname__}"

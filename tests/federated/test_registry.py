@@ -22,8 +22,8 @@ from nafi.federated import (
     option_names,
     simulate,
 )
-from nafi.federated.settings import plain_data
 from nafi.fusion import Nafi
+from nafi.options import plain_data
 from tests.federated.networks import small
 
 COMMON = {"architecture", "training", "rounds", "seed", "fraction"}
@@ -128,7 +128,7 @@ class Callable:
 SCRIPT = """
 import json
 from tests.federated.test_registry import SETTINGS
-from nafi.federated.settings import plain_data
+from nafi.options import plain_data
 print(json.dumps(plain_data(SETTINGS), sort_keys=True))
 """
 SETTINGS = {

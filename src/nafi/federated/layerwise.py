@@ -33,6 +33,7 @@ from nafi.fusion import (
     merge_tensors,
     next_group,
     prepare_networks,
+    width_limits,
 )
 from nafi.graph import (
     ModelSpec,
@@ -247,17 +248,16 @@ class Layerwise(Strategy[LayerwiseState]):
         return networks.screened(self.method.screen)
 
     def _descent(self, state: LayerwiseState, networks: Networks) -> Descent:
-        limits = None if state.round < self.layers else networks.spec.widths
-        if limits is None:
-            self._share_fixed_widths(networks)
+        limits = networks.spec.widths if state.round >= self.layers else self._limits(networks)
         method = self.seeded(self.method)
         return method.descent(networks, limits=limits, matched=state.matched)
 
-    def _share_fixed_widths(self, networks: Networks) -> None:
-        """Which widths its code fixes is the same for a network at all widths: found out once."""
+    def _limits(self, networks: Networks) -> Mapping[str, int]:
+        """The widest that groups may be in the first pass."""
+        # Which widths its code fixes is the same for a network at all widths.
         if not self._fixed:
             self._fixed.append(networks.fixed_widths)
-        vars(networks)["fixed_widths"] = self._fixed[0]  # a cached property
+        return width_limits(networks, self.method.max_width, self._fixed[0])
 
     def _match_group(self, state: LayerwiseState, prepared: Networks) -> LayerwiseState:
         """Settle the next group: its own tensors for all, the others in each client's way."""

@@ -21,11 +21,10 @@ from typing_extensions import TypeVar
 from nafi.errors import InputError, few
 from nafi.federated.architecture import Architecture, Form, Shapes, Tensors
 from nafi.federated.randomness import derived_seed
-from nafi.federated.settings import plain_data
 from nafi.federated.training import Training
 from nafi.fusion import Method
 from nafi.graph import named_tensors
-from nafi.options import Constraint, Options, option, whole
+from nafi.options import Constraint, Options, option, plain_data, whole
 
 
 @dataclass(frozen=True, eq=False)

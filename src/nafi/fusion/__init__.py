@@ -15,7 +15,7 @@ from nafi.fusion.registry import METHODS, make_method, method_names, option_name
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen, as_real
 from nafi.fusion.transport import Transport, align_to_one
-from nafi.fusion.widths import check_max_width
+from nafi.fusion.widths import check_max_width, width_limits
 from nafi.graph import calibrate
 
 __all__ = [
@@ -52,4 +52,5 @@ __all__ = [
     "next_group",
     "option_names",
     "prepare_networks",
+    "width_limits",
 ]

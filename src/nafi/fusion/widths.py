@@ -31,17 +31,20 @@ MAX_WIDTH = Constraint(
 )
 
 
-def width_limits(networks: Networks, max_width: MaxWidth) -> dict[str, int]:
+def width_limits(
+    networks: Networks, max_width: MaxWidth, fixed: Mapping[str, str] | None = None
+) -> dict[str, int]:
     """Group -> most global neurons.
 
     max_width: a whole number; a float, as a factor of the widest client; one of these for some
         groups by name; None for no limit. Groups whose width cannot change keep it.
+    fixed: these groups, each with the reason, if they are known already
     """
     spec = networks.spec
     if isinstance(max_width, Mapping):
         for name in max_width:
             spec.group(name)
-    fixed = networks.fixed_widths
+    fixed = networks.fixed_widths if fixed is None else fixed
     limits = {}
     for name in spec.groups:
         local = networks.local_widths(name)
