@@ -51,7 +51,7 @@ def seconds(strategy: Strategy, work: Trainer, workers: int) -> list[float]:
 
 
 # What a server does to get at the clients' networks, and the modules where it does so.
-PREPARATION = {"prepare": "nafi.fusion.networks", "rebuild": "nafi.graph.rebuild"}
+PREPARATION = {"prepare_networks": "nafi.fusion.networks", "rebuild": "nafi.graph.rebuild"}
 
 
 def counted(
@@ -81,7 +81,13 @@ def preparation(architecture: Architecture, data: dict[str, Samples]) -> None:
     rounds: list[tuple[int, int, float]] = []
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        rounds.append((calls["prepare"], calls["rebuild"], spent["prepare"] + spent["rebuild"]))
+        rounds.append(
+            (
+                calls["prepare_networks"],
+                calls["rebuild"],
+                spent["prepare_networks"] + spent["rebuild"],
+            )
+        )
         return {}
 
     strategy = make_strategy(

@@ -19,7 +19,7 @@ from nafi.graph.trace import named_tensors
 from tests.federated.networks import CLASSES, blobs, normed, pictures, small
 
 TRAINING = Training(epochs=1, batch=8, rate=0.05)
-COUNTED = {"rebuild": "nafi.graph.rebuild", "prepare": "nafi.fusion.networks"}
+COUNTED = {"rebuild": "nafi.graph.rebuild", "prepare_networks": "nafi.fusion.networks"}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_an_evaluated_round_prepares_once(
         strategy, list(clients), Trainer(strategy.architecture, clients, CLASSES), evaluate=evaluate
     )
     assert not calls  # the model of the last round is that of its evaluation
-    assert [count["prepare"] for count in rounds] == [1] * 2 * layers
+    assert [count["prepare_networks"] for count in rounds] == [1] * 2 * layers
     rebuilt = [count["rebuild"] for count in rounds]
     assert rebuilt[0] <= 3  # which widths are fixed, the widths after the round, and the model's
     assert all(count <= 2 for count in rebuilt[1:layers])
@@ -98,7 +98,7 @@ def test_newcomers_of_a_round_share_their_weights(calls: Counter[str]) -> None:
         state = strategy.aggregate(state, [work(c, strategy.task(state, c))[0] for c in clients])
     calls.clear()
     tasks = [strategy.task(state, f"new {s}") for s in range(3)]
-    assert not calls["prepare"]  # those of the round before are still there
+    assert not calls["prepare_networks"]  # those of the round before are still there
     for task in tasks[1:]:
         assert torch.equal(task.tensors["two.weight"], tasks[0].tensors["two.weight"])
 
