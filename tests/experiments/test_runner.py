@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,22 +225,36 @@ def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "cache").glob("*.safetensors")):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    assert "Traceback" not in error
-    expected = "nafi run my.toml --resume --out 'my records.jsonl' --trials 1 --jobs 2"
-    assert error.rstrip().endswith(f"To resume: {expected}")
-    while True:  # the operating system takes a moment to bury them
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            break
+    try:
+        _wait_until(lambda: any((tmp_path / "cache").glob("*.safetensors")), process)
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 130, error
+        assert "Traceback" not in error
+        expected = "nafi run my.toml --resume --out 'my records.jsonl' --trials 1 --jobs 2"
+        assert error.rstrip().endswith(f"To resume: {expected}")
+        # The operating system takes a moment to bury them.
+        _wait_until(lambda: not _has_processes(process.pid))
+    finally:
+        if _has_processes(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _has_processes(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait_until(
+    condition: Callable[[], bool], process: subprocess.Popen[str] | None = None
+) -> None:
+    """Wait for something that a process does, as long as it runs."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
