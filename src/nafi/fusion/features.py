@@ -58,7 +58,8 @@ def known_share(networks: Networks, group: str, matched: Collection[str]) -> flo
     inside = spec.children(group)
     known = total = 0
     for stretch in _stretches(networks, spec, group):
-        if stretch.role is not Role.OUTGOING:
+        # What a group reads of itself is never known before it is matched.
+        if stretch.role is not Role.OUTGOING and group not in stretch.factors:
             size = prod(spec.widths[f] if isinstance(f, str) else f for f in stretch.factors)
             total += size
             known += size * usable(stretch, {*matched, *inside})

@@ -189,10 +189,8 @@ class _Walk:
             )
             for atom in members
         }
-        consumed = self._consumed()
         tensors = {
-            name: self._tensor_spec(name, value, names, consumed)
-            for name, value in self.tensors.items()
+            name: self._tensor_spec(name, value, names) for name, value in self.tensors.items()
         }
         return ModelSpec(
             groups,
@@ -213,7 +211,6 @@ class _Walk:
         name: str,
         value: Value,
         names: dict[Atom, str],
-        consumed: Collection[tuple[str, Atom]],
     ) -> TensorSpec:
         """What the rules said of a tensor. One with several biases, or layers, has none."""
         findings = self.findings
@@ -221,17 +218,27 @@ class _Walk:
         biases, layers = findings.biases.get(name, set()), findings.layers.get(name, set())
         return TensorSpec(
             tuple(_spec_axis(axis, names) for axis in value.axes),
-            # By neurons, not by axes: a weight with one group on two axes reads along both, though
-            # a product sums over one of them only.
-            tuple(
-                index
-                for index, axis in enumerate(value.axes)
-                if any((name, atom) in consumed for atom in atoms_of([axis]))
-            ),
+            self._reads(name, value),
             kind if holds_numbers(self.stored[name]) else Kind.COUNTER,
             next(iter(biases)) if len(biases) == 1 else None,
             next(iter(layers)) if len(layers) == 1 else None,
         )
+
+    def _reads(self, name: str, value: Value) -> tuple[int, ...]:
+        """The axes of a tensor that products sum over.
+
+        An axis is known by identity, so that a weight with one group on both of its axes, as in a
+        recurrent layer, reads along one of them. An axis that was cut or joined on the way is known
+        by its neurons.
+        """
+        reads: set[int] = set()
+        for source, summed in self.findings.consumed:
+            if source == name:
+                same = {i for i, axis in enumerate(value.axes) if axis is summed}
+                atoms = atoms_of([summed])
+                alike = {i for i, axis in enumerate(value.axes) if atoms & atoms_of([axis])}
+                reads |= same or alike
+        return tuple(sorted(reads))
 
     def _data_flow(self) -> list[Atom]:
         """Every atom in the order of the first operation that has it, in a tensor or its result."""

@@ -199,7 +199,7 @@ class Call:
         unify(one, two, self.misfit)
 
     def consume(self, value: Value, axis: Axis) -> None:
-        """A parameter is summed over along an axis: it reads the neurons there."""
+        """A parameter is summed over along one of its axes: it reads the neurons there."""
         if value.source is not None:
             self.findings.consumed.append((value.source, axis))
 

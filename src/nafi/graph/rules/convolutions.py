@@ -34,7 +34,7 @@ def _convolve(call: Call, transposed: bool) -> Value:
     # The axis of the weights that is not divided by the groups carries the group as well.
     call.same(weight.axes[reads], product(group, inner) if transposed else inner)
     call.same(weight.axes[writes], outer if transposed else product(group, outer))
-    call.consume(weight, inner)
+    call.consume(weight, weight.axes[reads])
     places = []
     for d, size in zip(range(-spatial, 0), call.out_shape()[-spatial:], strict=True):
         if _one_by_one(call, d, spatial):

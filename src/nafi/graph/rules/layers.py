@@ -124,7 +124,7 @@ def _recurrent(call: Call, gates: int, states: list[Value]) -> list[Value]:
                 call.same(parameter.axes[0], product(call.fixed(gates), unit))
             for parameter, axis in zip(parameters[start : start + 2], (reads, unit), strict=True):
                 call.same(parameter.axes[1], axis)
-                call.consume(parameter, axis)
+                call.consume(parameter, parameter.axes[1])
             for index in range(start, start + 2):
                 call.layer(parameters[index], parameters[index + 2] if each == 4 else None)
             writes = writes + unit
