@@ -15,7 +15,7 @@ from nafi.errors import InputError, NafiError
 from nafi.fusion import FusionWarning
 from nafi.fusion.clients import check_clients
 from nafi.fusion.descent import next_group
-from nafi.fusion.features import table
+from nafi.fusion.features import comparable_columns
 from nafi.fusion.networks import prepare_networks
 from nafi.graph import groups, permute
 from nafi.graph.lift import Positions
@@ -152,11 +152,11 @@ def test_top_down_goes_the_other_way() -> None:
     assert next_group(networks, "bottom-up", []) == "layers.0"
     assert next_group(networks, "top-down", []) == "layers.1"
     # From above, the upper layer is compared by its bias and five outgoing weights alone.
-    above = table(networks, "layers.1", [{}] * 5)
+    above = comparable_columns(networks, "layers.1", [{}] * 5)
     assert above is not None
     assert above.neurons[0].shape == (9, 1 + 5)
     matched = [{"layers.0": Positions(torch.arange(12), 20)}] * 5
-    below = table(networks, "layers.1", matched)
+    below = comparable_columns(networks, "layers.1", matched)
     assert below is not None
     assert below.neurons[0].shape == (9, 20 + 1 + 5)
     assert (below.neurons[0][:, 12:20] == 0).all()  # inputs that the client does not have

@@ -74,9 +74,10 @@ def fuse(
         check_writable(target, force)
     if report is not None:
         require("jinja2")
-    own = {"penalty": penalty, "evidence": evidence, "max_width": max_width}
-    own |= {"batchnorm": batchnorm, "seed": seed}
-    chosen = make_method(method, **_method_options(own, option or []))  # before any file is read
+    command_options = {"penalty": penalty, "evidence": evidence, "max_width": max_width}
+    command_options |= {"batchnorm": batchnorm, "seed": seed}
+    # Before any file is read.
+    chosen = make_method(method, **_method_options(command_options, option or []))
     with print_warnings():
         files = load_clients(checkpoints, model, input_shape or [])
     # What files know of their data is used where the method can; what the user gives must be.
@@ -139,15 +140,15 @@ def _tell(result: FusionResult, out: Path, report: Path | None, as_json: bool) -
     """Print what was done, and write the page if there is to be one."""
     from nafi.reports import fusion_table, write_fusion_page
 
-    rows, told = result.summary(), result.diagnostics
-    seconds = told["seconds"]
-    title = f"{told['models']} models fused by {told['method']}"
+    rows, diagnostics = result.summary(), result.diagnostics
+    seconds = diagnostics["seconds"]
+    title = f"{diagnostics['models']} models fused by {diagnostics['method']}"
     if report is not None:
         command = "nafi " + shlex.join(sys.argv[1:])
         facts = {"command": command, "seconds": f"{seconds:.1f}", "checkpoint": str(out)}
         write_fusion_page(report, rows, title, facts)
     if as_json:
-        facts = {key: told[key] for key in ("method", "options", "seconds")}
+        facts = {key: diagnostics[key] for key in ("method", "options", "seconds")}
         typer.echo(json.dumps({**facts, "groups": rows, "checkpoint": str(out)}))
         return
     console = Console()
@@ -158,23 +159,23 @@ def _tell(result: FusionResult, out: Path, report: Path | None, as_json: bool) -
         console.print(f"The page is in {report}", soft_wrap=True, markup=False)
 
 
-def _method_options(own: dict[str, Any], others: list[str]) -> dict[str, Any]:
+def _method_options(command_options: dict[str, Any], others: list[str]) -> dict[str, Any]:
     """The options of the method, from options of the command and from NAME=VALUE."""
     options: dict[str, Any] = {}
     for text in others:
-        name, found, value = text.partition("=")
-        if not found:
+        name, separator, value = text.partition("=")
+        if not separator:
             raise InputError(f"--option: found {text!r}, expected NAME=VALUE")
         try:
             options[name.replace("-", "_")] = json.loads(_WORDS.get(value, value))
         except ValueError:
             options[name.replace("-", "_")] = value
-    if own["max_width"] is not None:
-        own = {**own, "max_width": _max_width(own["max_width"])}
-    for name in own:
-        if own[name] is not None and name in options:
+    if command_options["max_width"] is not None:
+        command_options = {**command_options, "max_width": _max_width(command_options["max_width"])}
+    for name in command_options:
+        if command_options[name] is not None and name in options:
             raise InputError(f"{name} is given twice, once as --option; give it once")
-    return options | {name: value for name, value in own.items() if value is not None}
+    return options | {name: value for name, value in command_options.items() if value is not None}
 
 
 def _max_width(text: str) -> int | float:

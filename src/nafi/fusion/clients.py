@@ -117,9 +117,9 @@ def _check_same_tensors(
     state: dict[str, Tensor], label: str, first: dict[str, Tensor], first_label: str
 ) -> None:
     advice = "; only models of one architecture can be fused"
-    told = unlike(state, first)
-    if told:
-        raise InputError(f"{label} {told}, unlike {first_label}{advice}")
+    mismatch = unlike(state, first)
+    if mismatch:
+        raise InputError(f"{label} {mismatch}, unlike {first_label}{advice}")
     for name, tensor in state.items():
         if tensor.dtype != first[name].dtype:
             raise InputError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from nafi.fusion.features import Moments, Table, known_share
+from nafi.fusion.features import Moments, NeuronTable, known_share
 from nafi.fusion.heads import comparable
 from nafi.fusion.method import Alignment, Progress
 from nafi.fusion.networks import Networks
@@ -56,7 +56,7 @@ class MatchingOptions(Options, ABC):
     def cost(self) -> tuple[float, str]:
         """The penalty of a match and the divergence that it is for."""
 
-    def match(self, table: Table, limit: int, noise: float) -> Matching:
+    def match(self, table: NeuronTable, limit: int, noise: float) -> Matching:
         """Match the rows of a table; noise: the precision of a column of weight 1."""
         prior = noise / self.prior_ratio if self.prior_precision is None else self.prior_precision
         penalty, divergence = self.cost
@@ -74,7 +74,7 @@ class MatchingOptions(Options, ABC):
             seed=self.seed,
         )
 
-    def noise(self, table: Table) -> float:
+    def noise(self, table: NeuronTable) -> float:
         """The precision of a column of weight 1."""
         if self.noise_precision is not None:
             return self.noise_precision
@@ -131,37 +131,39 @@ class Descent:
         if spec.groups[group].parent is not None:
             self._match_within(group)
         else:
-            given = comparable(self.networks, group, self.placements, self.moments)
-            found = self._match(given, self.limits[group], self.options.noise(given))
-            self.matchings[group] = found.without_neurons()
-            self._place(group, found.assignments, found.width)
+            table = comparable(self.networks, group, self.placements, self.moments)
+            matching = self._match(table, self.limits[group], self.options.noise(table))
+            self.matchings[group] = matching.without_neurons()
+            self._place(group, matching.assignments, matching.width)
         for name in inside:
             self.step(name)
 
-    def _match(self, given: Table, limit: int, noise: float) -> Matching:
+    def _match(self, table: NeuronTable, limit: int, noise: float) -> Matching:
         """Match in the order of the ranking, and answer in that of the clients."""
         ranking = self.networks.ranking
-        ranked = Table([given.neurons[s] for s in ranking], [given.weights[s] for s in ranking])
-        found = self.options.match(ranked, limit, noise)
-        by_client = dict(zip(ranking, found.assignments, strict=True))
-        return replace(found, assignments=tuple(by_client[s] for s in range(len(ranking))))
+        ranked = NeuronTable(
+            [table.neurons[s] for s in ranking], [table.weights[s] for s in ranking]
+        )
+        matching = self.options.match(ranked, limit, noise)
+        by_client = dict(zip(ranking, matching.assignments, strict=True))
+        return replace(matching, assignments=tuple(by_client[s] for s in range(len(ranking))))
 
     def _match_within(self, group: str) -> None:
         """Match the neurons within each member of the parent, on one scale for all of them."""
-        given = comparable(self.networks, group, self.placements, self.moments)
-        unit = self.options.noise(given)
+        table = comparable(self.networks, group, self.placements, self.moments)
+        unit = self.options.noise(table)
         parent = str(self.networks.spec.groups[group].parent)
-        assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in given.neurons]
+        assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in table.neurons]
         width = 0
         for member, owned in enumerate(self._owners(parent)):
-            rows = Table(
-                [given.neurons[s][head] for s, head in owned], [given.weights[s] for s, _ in owned]
+            rows = NeuronTable(
+                [table.neurons[s][head] for s, head in owned], [table.weights[s] for s, _ in owned]
             )
-            found = self.options.match(rows, self.limits[group], unit)
-            self.matchings[f"{group}[{member}]"] = found.without_neurons()
-            for (s, head), places in zip(owned, found.assignments, strict=True):
+            matching = self.options.match(rows, self.limits[group], unit)
+            self.matchings[f"{group}[{member}]"] = matching.without_neurons()
+            for (s, head), places in zip(owned, matching.assignments, strict=True):
                 assigned[s][head] = places
-            width = max(width, found.width)
+            width = max(width, matching.width)
         self._place(group, assigned, width)
 
     def _owners(self, group: str) -> list[list[tuple[int, int]]]:
@@ -195,11 +197,11 @@ def next_group(networks: Networks, direction: str, matched: Sequence[str]) -> st
 
 def in_place(spec: ModelSpec, groups: Iterable[str]) -> dict[str, Positions]:
     """Every neuron of some groups where it is."""
-    found = {}
+    places = {}
     for name in groups:
         width, parent = spec.groups[name].width, spec.groups[name].parent
         index = torch.arange(width)
         if parent is not None:
             index = index.expand(spec.groups[parent].width, width)
-        found[name] = Positions(index, width)
-    return found
+        places[name] = Positions(index, width)
+    return places

@@ -36,7 +36,7 @@ Moments = Mapping[str, Sequence[Array]]
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class NeuronTable:
     """The neurons of one group that can be compared.
 
     neurons: for each client (J_s, D), or (parent's width, J_s, D) for a group with a parent
@@ -65,13 +65,13 @@ def known_share(networks: Networks, group: str, matched: Collection[str]) -> flo
     return known / total if total else 0.0
 
 
-def table(
+def comparable_columns(
     networks: Networks,
     group: str,
     placements: Sequence[Placements],
     moments: Moments | None = None,
     roles: Collection[Role] = tuple(Role),
-) -> Table | None:
+) -> NeuronTable | None:
     """The comparable columns of a group; None if there are none.
 
     placements: for each client the groups that were matched already
@@ -79,10 +79,10 @@ def table(
     roles: which columns to look at
     """
     moments = moments or {}
-    found = _stretches(networks, networks.spec, group)
+    stretches_here = _stretches(networks, networks.spec, group)
     chosen = [
         k
-        for k, stretch in enumerate(found)
+        for k, stretch in enumerate(stretches_here)
         if stretch.role in roles and usable(stretch, placements[0])
     ]
     if not chosen:
@@ -93,33 +93,33 @@ def table(
     means: list[list[Array]] = []
     for s, spec in enumerate(networks.specs):
         of_model = [_stretches(networks, spec, group)[k] for k in chosen]
-        own = [
+        parts = [
             real_rows(rows_first(_lifted(networks, s, stretch, placements[s]), stretch.rows))
             for stretch in of_model
         ]
         weights.append(
             [
                 _column_weights(networks, s, stretch, placements[s], moments, rows.shape[1])
-                for stretch, rows in zip(of_model, own, strict=True)
+                for stretch, rows in zip(of_model, parts, strict=True)
             ]
         )
-        squares.append([np.einsum("jd,jd->d", rows, rows) for rows in own])
-        means.append([rows.mean(axis=0) for rows in own])
-        neurons.append(np.concatenate(own, axis=1))  # a copy, also of one part alone
+        squares.append([np.einsum("jd,jd->d", rows, rows) for rows in parts])
+        means.append([rows.mean(axis=0) for rows in parts])
+        neurons.append(np.concatenate(parts, axis=1))  # a copy, also of one part alone
     start = 0
     for place, k in enumerate(chosen):
         columns = slice(start, start := start + len(weights[0][place]))
-        if found[k].tensor in moments:
-            _balance([own[place] for own in squares], [own[place] for own in weights])
-        if _is_gain(found[k], networks.spec):
+        if stretches_here[k].tensor in moments:
+            _balance([parts[place] for parts in squares], [parts[place] for parts in weights])
+        if _is_gain(stretches_here[k], networks.spec):
             # What all neurons have in common, such as gains of one, tells none of them apart.
-            shared = np.mean([own[place] for own in means], axis=0)
+            shared = np.mean([parts[place] for parts in means], axis=0)
             for matrix in neurons:
                 matrix[:, columns] -= shared
-    return _in_parents(networks, group, neurons, [np.concatenate(own) for own in weights])
+    return _in_parents(networks, group, neurons, [np.concatenate(parts) for parts in weights])
 
 
-def summary(networks: Networks, group: str, placements: Sequence[Placements]) -> Table:
+def summary(networks: Networks, group: str, placements: Sequence[Placements]) -> NeuronTable:
     """What can be compared where nothing else can: sums and norms over columns of unknown order."""
     neurons = []
     for s, spec in enumerate(networks.specs):
@@ -137,18 +137,18 @@ def summary(networks: Networks, group: str, placements: Sequence[Placements]) ->
             sums = [lifted.sum(unknown, True), lifted.abs().square().sum(unknown, True).sqrt()]
             parts += [real_rows(rows_first(reduced, stretch.rows)) for reduced in sums]
         neurons.append(np.concatenate(parts, axis=1))
-    return _in_parents(networks, group, neurons, [np.ones(own.shape[1]) for own in neurons])
+    return _in_parents(networks, group, neurons, [np.ones(rows.shape[1]) for rows in neurons])
 
 
 def _in_parents(
     networks: Networks, group: str, neurons: list[Array], weights: list[Array]
-) -> Table:
+) -> NeuronTable:
     """A table of these rows, as a row of rows for each member of a parent."""
     parent = networks.spec.groups[group].parent
     if parent is not None:
         widths = networks.local_widths(parent)
         neurons = [m.reshape(p, -1, m.shape[1]) for m, p in zip(neurons, widths, strict=True)]
-    return Table(neurons, weights)
+    return NeuronTable(neurons, weights)
 
 
 def _stretches(networks: Networks, spec: ModelSpec, group: str) -> list[Stretch]:
@@ -217,7 +217,7 @@ def _balance(squares: list[Array], weights: list[Array]) -> None:
 
     squares: for each client the sum of squares of each column
     """
-    plain = sum(float(own.sum()) for own in squares)
-    weighted = sum(float(own @ w) for own, w in zip(squares, weights, strict=True))
-    for own in weights:
-        own *= plain / weighted if weighted > 0 else 1.0
+    plain = sum(float(client.sum()) for client in squares)
+    weighted = sum(float(client @ w) for client, w in zip(squares, weights, strict=True))
+    for client in weights:
+        client *= plain / weighted if weighted > 0 else 1.0

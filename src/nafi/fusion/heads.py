@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from nafi.fusion.clients import Array
-from nafi.fusion.features import Moments, Table, summary, table
+from nafi.fusion.features import Moments, NeuronTable, comparable_columns, summary
 from nafi.fusion.networks import Networks
 from nafi.graph import Placements, Role
 from nafi.matching import Index
@@ -24,64 +24,72 @@ def comparable(
     placements: Sequence[Placements],
     moments: Moments | None = None,
     roles: Collection[Role] = tuple(Role),
-) -> Table:
+) -> NeuronTable:
     """The best that there is to compare a group's neurons by, whatever it holds.
 
     Columns in a common order, also of the groups within; else outgoing ones; else sums.
     """
     inside = networks.spec.children(group)
-    own = table(networks, group, placements, moments, roles)
-    found = [table(networks, name, placements, moments, roles) for name in inside]
-    within = [given for given in found if given is not None]
+    heads = comparable_columns(networks, group, placements, moments, roles)
+    tables = [comparable_columns(networks, name, placements, moments, roles) for name in inside]
+    within = [rows for rows in tables if rows is not None]
     if within:
-        return comparable_heads(own, within)
+        return comparable_heads(heads, within)
     return (
-        own or table(networks, group, placements, moments) or summary(networks, group, placements)
+        heads
+        or comparable_columns(networks, group, placements, moments)
+        or summary(networks, group, placements)
     )
 
 
-def comparable_heads(own: Table | None, inside: list[Table]) -> Table:
+def comparable_heads(heads_table: NeuronTable | None, inside: list[NeuronTable]) -> NeuronTable:
     """Heads as rows, the neurons within each in the order of the reference head it resembles.
 
-    own: columns of the heads themselves; inside: one table for each group within them. The client
-    with the most heads is the reference. Cost: H^2 assignment problems for each client and group.
+    heads_table: columns of the heads themselves; inside: one table for each group within them.
+    The client with the most heads is the reference.
+
+    Cost: H^2 assignment problems for each client and group.
     """
-    counts = [len(neurons) for neurons in (own or inside[0]).neurons]
+    counts = [len(neurons) for neurons in (heads_table or inside[0]).neurons]
     reference = int(np.argmax(counts))
     padded = [_padded(table) for table in inside]
     rows, weights = [], []
     for s in range(len(counts)):
         heads, orders = pair_heads(
-            None if own is None else own.neurons[s],
+            None if heads_table is None else heads_table.neurons[s],
             [table[s] for table in padded],
-            None if own is None else own.neurons[reference],
+            None if heads_table is None else heads_table.neurons[reference],
             [table[reference] for table in padded],
         )
-        parts = [] if own is None else [own.neurons[s]]
-        spread = [] if own is None else [own.weights[s]]
-        for rows_of, order, given in zip(padded, orders, inside, strict=True):
+        parts = [] if heads_table is None else [heads_table.neurons[s]]
+        spread = [] if heads_table is None else [heads_table.weights[s]]
+        for rows_of, order, table in zip(padded, orders, inside, strict=True):
             chosen = order[np.arange(len(heads)), heads]
             aligned = np.take_along_axis(rows_of[s], chosen[:, :, None], axis=1)
             parts.append(aligned.reshape(len(aligned), -1))
-            spread.append(np.tile(given.weights[s], aligned.shape[1]))
+            spread.append(np.tile(table.weights[s], aligned.shape[1]))
         rows.append(np.concatenate(parts, axis=1))
         weights.append(np.concatenate(spread))
-    return Table(rows, weights)
+    return NeuronTable(rows, weights)
 
 
 def pair_heads(
-    own: Array | None, inside: list[Array], other: Array | None, other_inside: list[Array]
+    mine_outer: Array | None,
+    inside: list[Array],
+    their_outer: Array | None,
+    other_inside: list[Array],
 ) -> tuple[Index, list[Index]]:
     """For each head its partner, and for each pair of heads the best order within.
 
-    own, other: (H, D), (G, D) with H <= G; inside: (H, d, D') and (G, d, D') for each inner group.
+    mine_outer, their_outer: (H, D), (G, D) with H <= G; inside, other_inside: (H, d, D') and
+        (G, d, D') for each inner group.
     Returns (H,) partners and for each inner group (H, G, d) orders: order[a, b, i] is the neuron of
     head a that is closest to neuron i of head b.
     """
     heads, others = len(inside[0]), len(other_inside[0])
     likeness = np.zeros((heads, others))
-    if own is not None and other is not None:
-        likeness += own @ other.T - 0.5 * _sizes(own, other)
+    if mine_outer is not None and their_outer is not None:
+        likeness += mine_outer @ their_outer.T - 0.5 * _sizes(mine_outer, their_outer)
     orders = []
     for mine, theirs in zip(inside, other_inside, strict=True):
         order = np.empty((heads, others, mine.shape[1]), dtype=np.intp)
@@ -101,7 +109,7 @@ def _sizes(one: Array, two: Array) -> Array:
     return np.asarray(np.add.outer(np.square(one).sum(axis=1), np.square(two).sum(axis=1)))
 
 
-def _padded(table: Table) -> list[Array]:
+def _padded(table: NeuronTable) -> list[Array]:
     """The neurons within each head, with zeros up to the most that any client has."""
     most = max(neurons.shape[1] for neurons in table.neurons)
     return [np.pad(n, ((0, 0), (0, most - n.shape[1]), (0, 0))) for n in table.neurons]

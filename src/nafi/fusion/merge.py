@@ -103,14 +103,14 @@ class _Sums:
     def mean(self, neutral: float) -> Tensor:
         owned = self.owners > 0
         assert self.values is not None
-        found = self.values.div_(torch.where(owned, self.owners, 1.0))
-        return torch.where(owned, found, neutral) if neutral else found
+        average = self.values.div_(torch.where(owned, self.owners, 1.0))
+        return torch.where(owned, average, neutral) if neutral else average
 
     def shrinkage(self, mean: Tensor) -> Tensor:
         """Each merged row's norm, relative to the mean norm of its members."""
         members = self.norms / torch.where(self.owners > 0, self.owners, 1.0)
-        found = _norm(mean, self.rest)
-        return torch.where((members > 0) & (found > 0), found / members, 1.0)
+        norms_now = _norm(mean, self.rest)
+        return torch.where((members > 0) & (norms_now > 0), norms_now / members, 1.0)
 
 
 @dataclass
@@ -142,19 +142,19 @@ class _Trimmed:
         are claims, so that shares are counted by heads.
         """
         present, owners, weights = map(torch.stack, (self.present, self.owners, self.weights))
-        found = self.screen.mean(torch.stack(self.values), present, weights)
+        average = self.screen.mean(torch.stack(self.values), present, weights)
         say = owners & (weights > 0)
         rows = say.expand(present.shape).sum(dim=0)
         having = (present & say).sum(dim=0)
         rare = (having < rows) & (present.sum(dim=0) <= self.screen.cut(len(present)))
         share = having / rows.clamp(min=1)
-        return torch.where(rows > 0, torch.where(rare, 0.0, found * share), neutral)
+        return torch.where(rows > 0, torch.where(rare, 0.0, average * share), neutral)
 
     def shrinkage(self, mean: Tensor) -> Tensor:
         norms = torch.stack([_norm(value, self.rest) for value in self.values])
         members = self.screen.mean(norms, torch.stack(self.owners), torch.stack(self.weights))
-        found = _norm(mean, self.rest)
-        return torch.where((members > 0) & (found > 0), found / members, 1.0)
+        norms_now = _norm(mean, self.rest)
+        return torch.where((members > 0) & (norms_now > 0), norms_now / members, 1.0)
 
 
 def _norm(tensor: Tensor, axes: Sequence[int]) -> Tensor:
@@ -163,11 +163,11 @@ def _norm(tensor: Tensor, axes: Sequence[int]) -> Tensor:
 
 def _first_owner(networks: Networks, placements: Sequence[Placements], name: str) -> Tensor:
     """Counters and positions are not averaged: each comes from the first client that has it."""
-    found: Tensor | None = None
+    result: Tensor | None = None
     for index in reversed(range(len(placements))):
         spec = networks.specs[index]
         lifted = lift(networks.states[index][name], name, spec, placements[index])
         owned = lifted_rows(name, spec, placements[index]) > 0
-        found = lifted if found is None else torch.where(owned, lifted, found)
-    assert found is not None
-    return found
+        result = lifted if result is None else torch.where(owned, lifted, result)
+    assert result is not None
+    return result

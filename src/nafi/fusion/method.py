@@ -63,16 +63,16 @@ class Method(Options, ABC):
                 "the higher the better (the accuracy on data held out by the clients, for example)"
             )
 
-    def check_uses(self, **given: object) -> None:
+    def check_uses(self, **known: object) -> None:
         """Refuse what is known of the clients' data and does not count for this method."""
-        for name, value in given.items():
+        for name, value in known.items():
             if value is not None and name not in self.uses:
                 used = ", ".join(sorted(self.uses)) or "none of the kind"
                 raise InputError(f"{name}: method {self.name} does not use them (it uses {used})")
 
-    def used(self, **given: Any) -> dict[str, Any]:
+    def used(self, **known: Any) -> dict[str, Any]:
         """Of what is known of the clients' data, the part that counts for this method."""
-        return {name: value for name, value in given.items() if name in self.uses}
+        return {name: value for name, value in known.items() if name in self.uses}
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,18 +80,18 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def check_moments(networks: Networks) -> dict[str, list[Array]]:
     """The clients' moments by tensor; refuses what does not fit the networks."""
-    given = networks.clients.input_moments
-    if given is None:
+    sent = networks.clients.input_moments
+    if sent is None:
         return {}
     clients = networks.clients
-    listed = isinstance(given, Sequence) and all(isinstance(own, Mapping) for own in given)
-    if not listed or len(given) != len(clients):
+    listed = isinstance(sent, Sequence) and all(isinstance(client, Mapping) for client in sent)
+    if not listed or len(sent) != len(clients):
         raise InputError(
             f"input_moments: expected a list with a dict for each of the {len(clients)} models"
         )
-    found: dict[str, list[Array]] = {name: [] for name in given[0]}
-    for s, (moments, label) in enumerate(zip(given, clients.names, strict=True)):
-        if set(moments) != set(found):
+    by_tensor: dict[str, list[Array]] = {name: [] for name in sent[0]}
+    for s, (moments, label) in enumerate(zip(sent, clients.names, strict=True)):
+        if set(moments) != set(by_tensor):
             raise InputError(f"input_moments of {label}: found other tensors than in the first")
         for name, values in moments.items():
             spec = networks.specs[s]
@@ -109,5 +109,5 @@ def check_moments(networks: Networks) -> dict[str, list[Array]]:
                 )
             if not array.any():
                 raise InputError(f"input_moments of {label}: all inputs of {name} are zero")
-            found[name].append(array)
-    return found
+            by_tensor[name].append(array)
+    return by_tensor

@@ -69,10 +69,10 @@ class _Search:
         self.spec = networks.spec
         self.ranking = networks.ranking
         self.rng = rng
-        self.placements = [_positions(own) for own in start]
+        self.placements = [_positions(placements) for placements in start]
         self.states: list[State] = [
-            permute_state(state, self.spec, _orders(own, self.spec))
-            for state, own in zip(networks.states, self.placements, strict=True)
+            permute_state(state, self.spec, _orders(placements, self.spec))
+            for state, placements in zip(networks.states, self.placements, strict=True)
         ]
         self.total = dict(self.states[0])
         for state in self.states[1:]:
@@ -109,11 +109,11 @@ def _one_to_one(cost: Array) -> Array:
 
 
 def _positions(placements: Mapping[str, Placement]) -> dict[str, Positions]:
-    found = {}
+    positions = {}
     for name, placement in placements.items():
         assert isinstance(placement, Positions)  # of equal widths
-        found[name] = placement
-    return found
+        positions[name] = placement
+    return positions
 
 
 def _orders(placements: Mapping[str, Positions], spec: ModelSpec) -> Orders:
@@ -154,11 +154,11 @@ def _best_orders(spec: ModelSpec, group: str, mine: State, others: State) -> Ord
     inside = spec.children(group)
     if inside:
         return _best_heads(spec, group, inside, mine, others)
-    found = _rows(spec, group, mine)
+    rows_now = _rows(spec, group, mine)
     wanted = _rows(spec, group, others)
     rows, gain, size = [], 0.0, 0.0
-    for own, other in zip(found, wanted, strict=True):
-        products = other @ own.T
+    for mine_rows, their_rows in zip(rows_now, wanted, strict=True):
+        products = their_rows @ mine_rows.T
         order = linear_sum_assignment(products, maximize=True)[1]
         rows.append(order)
         gain += float(products[np.arange(len(order)), order].sum() - np.trace(products))

@@ -59,7 +59,7 @@ class Screen:
         spec = specs[0]
         names = [name for name in spec.tensors if name in states[0]]
         with_weights = {spec.bias_of(name) for name in names if spec.tensors[name].columns}
-        found = [dict(state) for state in states]
+        clipped_states = [dict(state) for state in states]
         for name in names:
             if name in with_weights or not holds_numbers(states[0][name]):
                 continue
@@ -69,13 +69,13 @@ class Screen:
             parts += [bias] if bias in names else []
             lengths = [_lengths([state[part] for part in parts], columns) for state in states]
             limit = self._limit(lengths)
-            for state, own in zip(found, lengths, strict=True):
-                share = torch.where(own > limit, limit / own, 1.0)
+            for state, client_lengths in zip(clipped_states, lengths, strict=True):
+                share = torch.where(client_lengths > limit, limit / client_lengths, 1.0)
                 for part in parts:
                     value = state[part]
                     factor = share if part == name else share.reshape(value.shape)
                     state[part] = (value * factor).to(value.dtype)
-        return tuple(found)
+        return tuple(clipped_states)
 
     def _limit(self, lengths: Sequence[Tensor]) -> Tensor:
         """The longest that is usual; a client has one vote, however many neurons it has.

@@ -73,9 +73,9 @@ def align_to_one(
         progress(group, len(placements[0]), total)
         inside = networks.spec.children(group)
         for name in [group, *inside]:
-            found = _transported(networks, placements, name, reference, metric, solver)
-            for own, place in zip(placements, found, strict=True):
-                own[name] = place
+            destinations = _transported(networks, placements, name, reference, metric, solver)
+            for client, place in zip(placements, destinations, strict=True):
+                client[name] = place
     progress("merging", total, total)
     return placements
 
@@ -89,24 +89,24 @@ def _transported(
     solver: Solver,
 ) -> list[Placement]:
     """Where one group's neurons go in each client."""
-    given = comparable(networks, group, placements, roles=_OWN)
+    table = comparable(networks, group, placements, roles=_OWN)
     width = networks.specs[reference].groups[group].width
     parent = networks.spec.groups[group].parent
     if parent is None:
         return [
-            _placement(_plan(own, given.neurons[reference], metric, solver), width)
-            for own in given.neurons
+            _placement(_plan(neurons, table.neurons[reference], metric, solver), width)
+            for neurons in table.neurons
         ]
-    found: list[Placement] = []
-    for s, own in enumerate(given.neurons):
+    destinations: list[Placement] = []
+    for s, neurons in enumerate(table.neurons):
         # Every member goes to one of the reference, and what is within it with it.
         partners = main_places(placements[s][parent])
         plans = [
-            _plan(rows, given.neurons[reference][partner], metric, solver)
-            for rows, partner in zip(own, partners, strict=True)
+            _plan(rows, table.neurons[reference][partner], metric, solver)
+            for rows, partner in zip(neurons, partners, strict=True)
         ]
-        found.append(Positions(torch.from_numpy(np.stack(plans)).argmax(dim=2), width))
-    return found
+        destinations.append(Positions(torch.from_numpy(np.stack(plans)).argmax(dim=2), width))
+    return destinations
 
 
 def _plan(rows: Array, others: Array, metric: str, solver: Solver) -> Array:

@@ -56,8 +56,8 @@ def width_limits(
                 )
             limits[name] = local[0]
         else:
-            given = max_width.get(name) if isinstance(max_width, Mapping) else max_width
-            limits[name] = _limit(given, name, local)
+            limit = max_width.get(name) if isinstance(max_width, Mapping) else max_width
+            limits[name] = _limit(limit, name, local)
     return limits
 
 
@@ -66,18 +66,18 @@ def check_max_width(max_width: MaxWidth, spec: ModelSpec) -> None:
     # Of groups that are not named the wider ones may be of fixed width, which no limit is for.
     narrowest = sorted(spec.groups, key=lambda name: spec.groups[name].width)[:1]
     for name in max_width if isinstance(max_width, Mapping) else narrowest:
-        given = max_width[name] if isinstance(max_width, Mapping) else max_width
-        _limit(given, name, [spec.group(name).width])
+        limit = max_width[name] if isinstance(max_width, Mapping) else max_width
+        _limit(limit, name, [spec.group(name).width])
 
 
-def _limit(given: int | float | None, name: str, local: list[int]) -> int:
+def _limit(stated: int | float | None, name: str, local: list[int]) -> int:
     widest = max(local)
-    if given is None:
+    if stated is None:
         return sum(local)
-    limit = int(given) if isinstance(given, Integral) else int(float(given) * widest + 1e-9)
+    limit = int(stated) if isinstance(stated, Integral) else int(float(stated) * widest + 1e-9)
     if limit < widest:
         raise InputError(
-            f"max_width: found {given!r} for group {name}, which has {widest} neurons in one model "
-            "already; a factor is a float of at least 1.0, a number of neurons a whole number"
+            f"max_width: found {stated!r} for group {name}, which has {widest} neurons in one "
+            "model already; a factor is a float of at least 1.0, a number of neurons a whole number"
         )
     return min(limit, sum(local))

@@ -146,12 +146,12 @@ def run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     return [leaf.clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference between outputs, relative to the largest value of each."""
-    if [t.shape for t in found] != [t.shape for t in expected]:
+    if [t.shape for t in outputs] != [t.shape for t in expected]:
         return float("inf")
     worst = 0.0
-    for one, two in zip(found, expected, strict=True):
+    for one, two in zip(outputs, expected, strict=True):
         if not one.numel():
             continue
         kind = torch.complex128 if two.is_complex() else torch.float64

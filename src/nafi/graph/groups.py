@@ -72,14 +72,14 @@ def sized_ops(
     """
     walk = _Walk(model, trace(model, example_inputs))
     walk.spec()
-    found = []
+    sized = []
     for op in walk.traced.ops:
         for size, axis in _given_sizes(op, walk.values):
             held = {walk.names.get(atom) for atom in atoms_of([axis])}
             group = next((name for name in names if name in held), None)
             if isinstance(size, int) and size > 0 and group is not None:
-                found.append((op, size, group))
-    return found
+                sized.append((op, size, group))
+    return sized
 
 
 def _given_sizes(op: Op, values: Mapping[torch.fx.Node, Any]) -> list[tuple[Any, atoms.Axis]]:
@@ -216,9 +216,9 @@ class _Walk:
         consumed: Collection[tuple[str, Atom]],
     ) -> TensorSpec:
         """What the rules said of a tensor. One with several biases, or layers, has none."""
-        found = self.findings
-        kind = found.kinds.get(name, Kind.WEIGHT)
-        biases, layers = found.biases.get(name, set()), found.layers.get(name, set())
+        findings = self.findings
+        kind = findings.kinds.get(name, Kind.WEIGHT)
+        biases, layers = findings.biases.get(name, set()), findings.layers.get(name, set())
         return TensorSpec(
             tuple(_spec_axis(axis, names) for axis in value.axes),
             # By neurons, not by axes: a weight with one group on two axes reads along both, though
@@ -321,17 +321,17 @@ class _Walk:
         return False
 
     def _pinned(self, names: dict[Atom, str]) -> tuple[Pinned, ...]:
-        found: dict[tuple[str, int, Pin], int] = {}
+        sizes: dict[tuple[str, int, Pin], int] = {}
         for name, value in self.tensors.items():
             for index, axis in enumerate(value.axes):
                 for segment in resolve(axis):
                     held = [atom for atom in segment if atom not in names]
                     if held:
                         key = (name, index, held[0].pinned or Pin("nothing depends on it"))
-                        found[key] = found.get(key, 0) + prod(atom.size for atom in held)
+                        sizes[key] = sizes.get(key, 0) + prod(atom.size for atom in held)
         return tuple(
             Pinned(name, index, size, pin.reason, pin.op)
-            for (name, index, pin), size in found.items()
+            for (name, index, pin), size in sizes.items()
         )
 
     def _batchnorms(self) -> tuple[tuple[str, str], ...]:

@@ -95,18 +95,18 @@ def lift_block(
 
     consumed: axes of the tensor that it reads; fixed: dimensions of the block to leave alone.
     """
-    found = [
+    dims = [
         (dim, factor, axis in consumed)
         for dim, (factor, axis) in enumerate(zip(block.factors, block.axes, strict=True))
         if isinstance(factor, str) and factor in placements and dim not in fixed
     ]
     # Orders within a parent come first: they are counted by its old positions.
-    for dim, group, _ in found:
+    for dim, group, _ in dims:
         parent, placement = spec.groups[group].parent, placements[group]
         if parent is not None:
             assert isinstance(placement, Positions)
             unfolded = placement.spread_within(unfolded, dim, block.factors.index(parent))
-    for dim, group, read in found:
+    for dim, group, read in dims:
         if spec.groups[group].parent is None:
             unfolded = placements[group].spread(unfolded, dim, read)
     return unfolded
@@ -125,8 +125,8 @@ def lifted_rows(name: str, spec: ModelSpec, placements: Placements) -> Tensor:
     """
     meaning = spec.tensors[name]
     if meaning.whole_rows:
-        own = [axis if i in meaning.rows else UNIT for i, axis in enumerate(meaning.axes)]
-        meaning = TensorSpec(tuple(own))
+        axes = [axis if i in meaning.rows else UNIT for i, axis in enumerate(meaning.axes)]
+        meaning = TensorSpec(tuple(axes))
     shape = meaning.shape(spec.widths)
     return _lifted(torch.ones(shape), meaning.axes, (), spec, placements)
 

@@ -74,11 +74,11 @@ def gather(state: Mapping[str, Tensor], spec: ModelSpec, group: str) -> Neurons:
     A tensor that has the group on two axes (a layer that feeds itself) gives two stretches.
     """
     spec.check_shapes(state)
-    found = stretches(spec, group, [name for name in spec.axes if holds_numbers(state[name])])
+    parts_found = stretches(spec, group, [name for name in spec.axes if holds_numbers(state[name])])
     parts: list[Tensor] = []
     columns: list[Columns] = []
     start = 0
-    for stretch in found:
+    for stretch in parts_found:
         part = rows_first(stretch.block.unfold(state[stretch.tensor], spec.widths), stretch.rows)
         where = slice(start, start + part.shape[1])
         start = where.stop
@@ -90,7 +90,7 @@ def gather(state: Mapping[str, Tensor], spec: ModelSpec, group: str) -> Neurons:
 def stretches(spec: ModelSpec, group: str, tensors: Collection[str]) -> list[Stretch]:
     """All that these tensors say of a group's neurons: incoming, bias, then outgoing columns."""
     spec.group(group)
-    found = [
+    result = [
         Stretch(name, role, block, rows)
         for name in spec.tensors_of(group)
         if name in tensors
@@ -98,7 +98,7 @@ def stretches(spec: ModelSpec, group: str, tensors: Collection[str]) -> list[Str
         for role, rows in _occurrences(spec, name, block, group)
     ]
     order = list(Role)
-    return sorted(found, key=lambda stretch: order.index(stretch.role))
+    return sorted(result, key=lambda stretch: order.index(stretch.role))
 
 
 def scatter(neurons: Neurons, state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def _occurrences(
 ) -> list[tuple[Role, tuple[int, ...]]]:
     """Each dimension of a block that is the group, its role, and the dimensions of the rows."""
     parent = spec.groups[group].parent
-    found = []
+    occurrences = []
     dim = 0
     for axis, segment in enumerate(block.segments):
         for factor in segment.factors:
@@ -136,9 +136,9 @@ def _occurrences(
                     role = Role.OUTGOING
                 else:
                     role = Role.INCOMING if rest else Role.BIAS
-                found.append((role, (*outside, dim)))
+                occurrences.append((role, (*outside, dim)))
             dim += 1
-    return found
+    return occurrences
 
 
 def rows_first(block: Tensor, rows: tuple[int, ...]) -> Tensor:

@@ -43,13 +43,13 @@ def permute_state(
 
     def change(unfolded: Tensor, block: Block) -> Tensor:
         factors = block.factors
-        found = [(dim, f) for dim, f in enumerate(factors) if isinstance(f, str) and f in known]
+        dims = [(dim, f) for dim, f in enumerate(factors) if isinstance(f, str) and f in known]
         # Orders within a parent first: they are counted by its old positions.
-        for dim, name in found:
+        for dim, name in dims:
             if known[name].ndim == 2:
                 parent = factors.index(str(spec.groups[name].parent))
                 unfolded = _permute_within(unfolded, dim, parent, known[name])
-        for dim, name in found:
+        for dim, name in dims:
             if known[name].ndim == 1:
                 unfolded = unfolded.index_select(dim, known[name].to(unfolded.device))
         return unfolded
@@ -71,24 +71,24 @@ def _permute_within(block: Tensor, dim: int, parent: int, orders: Tensor) -> Ten
 def _checked(spec: ModelSpec, name: str, order: Tensor) -> Tensor:
     group = spec.group(name)
     try:
-        given = torch.as_tensor(order)
-        rows = given.long() if given.ndim == 2 else given.long()[None]
+        indices = torch.as_tensor(order)
+        rows = indices.long() if indices.ndim == 2 else indices.long()[None]
     except (TypeError, ValueError, RuntimeError, IndexError):
         raise SpecError(f"permutation of group {name}: found {order!r}, expected numbers") from None
-    within = group.parent is not None and given.ndim == 2
-    fits = given.ndim == 1 or (within and len(rows) == spec.groups[str(group.parent)].width)
+    within = group.parent is not None and indices.ndim == 2
+    fits = indices.ndim == 1 or (within and len(rows) == spec.groups[str(group.parent)].width)
     expected = torch.arange(group.width).expand(len(rows), -1)
     if (
         not fits
         or rows.shape[1] != group.width
-        or given.is_floating_point()
+        or indices.is_floating_point()
         or not rows.cpu().sort(dim=1).values.equal(expected)
     ):
         raise SpecError(
             f"permutation of group {name}: expected each of 0..{group.width - 1} once, found "
-            f"{given.dtype} of shape {tuple(given.shape)}: {given.flatten()[:8].tolist()}"
+            f"{indices.dtype} of shape {tuple(indices.shape)}: {indices.flatten()[:8].tolist()}"
         )
-    return rows if given.ndim == 2 else rows[0]
+    return rows if indices.ndim == 2 else rows[0]
 
 
 def random_permutations(spec: ModelSpec, generator: torch.Generator) -> dict[str, Tensor]:

@@ -246,7 +246,7 @@ def _adapt(
 
 def _changed_sizes(spec: ModelSpec, new_spec: ModelSpec, changed: list[str]) -> dict[int, int]:
     """Old size -> new size of every group, block and axis that changes and is not ambiguous."""
-    found: dict[int, set[int]] = {}
+    changes: dict[int, set[int]] = {}
     for group in changed:
         for place in spec.places(group):
             axis = spec.axes[place.tensor][place.axis]
@@ -260,8 +260,8 @@ def _changed_sizes(spec: ModelSpec, new_spec: ModelSpec, changed: list[str]) -> 
                     for widths in (spec.widths, new_spec.widths)
                 )
                 if old != new:
-                    found.setdefault(old, set()).add(new)
-    return {old: new.pop() for old, new in found.items() if len(new) == 1}
+                    changes.setdefault(old, set()).add(new)
+    return {old: new.pop() for old, new in changes.items() if len(new) == 1}
 
 
 def _is_builtin(module: nn.Module) -> bool:
@@ -290,17 +290,17 @@ def _trouble(
     expected = run(probe, tensors)
     try:
         with _bare_norms_told(wide, twin):
-            found = run(wide, tensors)
+            outputs = run(wide, tensors)
     except Exception as error:
         return f"fails: {first_line(error)}"
-    if [t.shape for t in found] != [t.shape for t in expected]:
-        shapes = [[tuple(t.shape) for t in outputs] for outputs in (found, expected)]
+    if [t.shape for t in outputs] != [t.shape for t in expected]:
+        shapes = [[tuple(t.shape) for t in each] for each in (outputs, expected)]
         return f"returns shapes {shapes[0]} instead of {shapes[1]}"
     if any(group.rigid and group.width != new_spec.widths[n] for n, group in spec.groups.items()):
         derived = analyse(twin, inputs)
         same = derived.axes == new_spec.axes and derived.groups == new_spec.groups
         return None if same else f"takes its neurons apart in another way: {derived.widths}"
-    gap = difference(found, expected)
+    gap = difference(outputs, expected)
     return None if gap <= 10 * TOLERANCE[dtype] else f"computes something else (by {gap:.2g})"
 
 

@@ -116,20 +116,20 @@ class ModelSpec:
 
     @cached_property
     def _places(self) -> dict[str, list[Place]]:
-        found: dict[str, list[Place]] = {}
+        places: dict[str, list[Place]] = {}
         for name, tensor in self.tensors.items():
             for index in range(len(tensor.axes)):
                 for group in tensor.groups_on([index]):
-                    found.setdefault(group, []).append(Place(name, index))
-        return found
+                    places.setdefault(group, []).append(Place(name, index))
+        return places
 
     @cached_property
     def _children(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        children: dict[str, list[str]] = {}
         for name, group in self.groups.items():
             if group.parent is not None:
-                found.setdefault(group.parent, []).append(name)
-        return found
+                children.setdefault(group.parent, []).append(name)
+        return children
 
     @cached_property
     def blocks(self) -> Mapping[str, tuple[Block, ...]]:
@@ -218,9 +218,9 @@ class ModelSpec:
             if name in state and state[name].ndim == len(axes)
             for index, axis in enumerate(axes)
         ]
-        found = True
-        while found and len(known) < len(self.groups):
-            found = False
+        progress = True
+        while progress and len(known) < len(self.groups):
+            progress = False
             for axis, size in sizes:
                 unknown = {g for segment in axis for g in segment.groups} - set(known)
                 if len(unknown) == 1:
@@ -228,7 +228,7 @@ class ModelSpec:
                     width = _solve(axis, group, known, size)
                     if width is not None:
                         known[group] = width
-                        found = True
+                        progress = True
         fitted = self.resized(known)
         fitted.check_shapes(state)
         return fitted
@@ -276,8 +276,8 @@ class ModelSpec:
     def check_shapes(self, state: Mapping[str, Tensor]) -> None:
         """Refuse a state dict whose tensors are not those of the spec."""
         if not isinstance(state, Mapping):
-            found = type(state).__name__
-            raise SpecError(f"expected a state dict, found {found}; write model.state_dict()")
+            kind = type(state).__name__
+            raise SpecError(f"expected a state dict, found {kind}; write model.state_dict()")
         missing = [name for name in self.axes if name not in state]
         if missing:
             raise SpecError(f"the state dict lacks {', '.join(missing)}, which the spec describes")

@@ -118,8 +118,8 @@ class TensorSpec:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """The axes that hold neurons which it is part of, and does not read."""
-        own = (i for i in range(len(self.axes)) if i not in self.reads)
-        return tuple(i for i in own if self.groups_on([i]))
+        kept = (i for i in range(len(self.axes)) if i not in self.reads)
+        return tuple(i for i in kept if self.groups_on([i]))
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
@@ -142,8 +142,10 @@ class TensorSpec:
         """The axis that is the classes, if the tensor belongs to a layer that ends in them."""
         if self.rows:
             return None
-        own = (i for i in range(len(self.axes)) if i not in self.reads and not self.groups_on([i]))
-        sizes = ((i, sum(segment.size({}) for segment in self.axes[i])) for i in own)
+        candidates = (
+            i for i in range(len(self.axes)) if i not in self.reads and not self.groups_on([i])
+        )
+        sizes = ((i, sum(segment.size({}) for segment in self.axes[i])) for i in candidates)
         return next((index for index, size in sizes if size == classes), None)
 
     def shape(self, widths: Mapping[str, int]) -> tuple[int, ...]:
@@ -179,13 +181,13 @@ def tensors_from_dict(data: Mapping[str, Any]) -> dict[str, TensorSpec]:
     layers = {name: Layer.from_dict(layer) for name, layer in data.get("layers", {}).items()}
     return {
         name: TensorSpec(
-            own,
+            axes_here,
             tuple(reads.get(name, ())),
-            kinds.get(name, kind_by_name(name, len(own))),
+            kinds.get(name, kind_by_name(name, len(axes_here))),
             biases.get(name),
             layers.get(name),
         )
-        for name, own in axes.items()
+        for name, axes_here in axes.items()
     }
 
 

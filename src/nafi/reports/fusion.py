@@ -74,9 +74,9 @@ def _bars(shared: Sequence[int]) -> list[dict[str, Any]]:
     for k, count in enumerate(shared):
         size = 100 * count / total
         shade = 92 - 62 * (k + 1) / len(shared)
-        told = f"{count} neurons of {k + 1} model{'s' * (k > 0)}"
+        label = f"{count} neurons of {k + 1} model{'s' * (k > 0)}"
         bars.append(
-            {"start": round(start, 2), "size": round(size, 2), "shade": round(shade), "told": told}
+            {"start": round(start, 2), "size": round(size, 2), "shade": round(shade), "told": label}
         )
         start += size
     return bars

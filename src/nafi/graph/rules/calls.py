@@ -104,8 +104,10 @@ class Unfolded(Stack):
                 [fresh(size_of(axis)) for axis in self.run[1:]] for _ in range(size_of(self.along))
             ]
             unify(self.whole, [s for part in self.parts for s in product(*part)], self.where)
-        own = {id(axis): part for axis, part in zip(self.run[1:], self.parts[index], strict=True)}
-        return [own.get(id(axis), axis) for axis in axes]
+        axes_of_part = {
+            id(axis): part for axis, part in zip(self.run[1:], self.parts[index], strict=True)
+        }
+        return [axes_of_part.get(id(axis), axis) for axis in axes]
 
     def join(self) -> None:
         if not self.joined:
@@ -255,11 +257,11 @@ class Call:
 
     def values(self) -> list[Value]:
         """Every tensor among the arguments."""
-        found: list[Value] = []
+        values: list[Value] = []
         for argument in self.arguments.values():
             items = argument if isinstance(argument, list | tuple) else [argument]
-            found += [item for item in items if isinstance(item, Value)]
-        return found
+            values += [item for item in items if isinstance(item, Value)]
+        return values
 
     def out_shape(self, index: int = 0) -> tuple[int, ...]:
         return self.op.shapes[index]

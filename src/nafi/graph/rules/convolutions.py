@@ -55,8 +55,8 @@ def _convolve(call: Call, transposed: bool) -> Value:
 
 def _geometry(call: Call, spatial: int, transposed: bool) -> Layer:
     def along(name: str) -> tuple[int, ...]:
-        given = call.get(name, 0)
-        numbers = given if isinstance(given, list | tuple) else [given]
+        value = call.get(name, 0)
+        numbers = value if isinstance(value, list | tuple) else [value]
         return tuple(numbers) if len(numbers) == spatial else tuple(numbers) * spatial
 
     padding = call["padding"]
@@ -75,8 +75,8 @@ def _one_by_one(call: Call, dim: int, spatial: int) -> bool:
     """Whether a convolution treats each place along a dimension by itself."""
 
     def along(name: str, default: int) -> object:
-        given = call.get(name, default)
-        return given if not isinstance(given, list) else given[dim] if len(given) > 1 else given[0]
+        value = call.get(name, default)
+        return value if not isinstance(value, list) else value[dim] if len(value) > 1 else value[0]
 
     size = size_of(call["weight"].axes[dim])
     return size == 1 and along("stride", 1) == 1 and along("padding", 0) in (0, "valid", "same")

@@ -141,14 +141,14 @@ def along(call: Call) -> list[Value]:
     others = [v for v in call.values() if v is not value]
     if dims is None or dims == [] or len(others) > (call.op.name == "index_select"):
         return unknown(call)  # without axes, `roll` goes along all of them at once
-    told = {d % len(value.axes) for d in ([dims] if isinstance(dims, int) else dims)}
-    for d in told:
+    told_apart = {d % len(value.axes) for d in ([dims] if isinstance(dims, int) else dims)}
+    for d in told_apart:
         call.fix(value.axes[d])
         call.findings.reduced.append([a for e, a in enumerate(value.axes) if e != d])
     return [
         Value(
             [
-                call.fixed(n) if d in told else a
+                call.fixed(n) if d in told_apart else a
                 for d, (a, n) in enumerate(zip(value.axes, shape, strict=True))
             ]
         )

@@ -270,10 +270,10 @@ def index(call: Call) -> Value:
         return unknown(call)[0]
     for d in dims:
         call.fix(value.axes[d])
-    found = broadcast(call, [looked_up[d] for d in dims])
-    for axis in found.axes:
+    positions = broadcast(call, [looked_up[d] for d in dims])
+    for axis in positions.axes:
         call.fix(axis)
     kept = [axis for d, axis in enumerate(value.axes) if d not in dims]
     neighbours = dims == list(range(dims[0], dims[-1] + 1))
     at = dims[0] if neighbours else 0
-    return Value([*kept[:at], *found.axes, *kept[at:]])
+    return Value([*kept[:at], *positions.axes, *kept[at:]])
