@@ -227,6 +227,7 @@ def test_force_overwrites(folder: Path) -> None:
     assert (folder / "g.safetensors").read_bytes()[8:9] == b"{"
 
 
+@pytest.mark.slow
 def test_without_the_laboratory_a_page_is_refused_before_any_work(folder: Path) -> None:
     arguments = ["fuse", *FILES, "--model", "networks:net", "--out", "g.safetensors"]
     done = started(*arguments, "--report", "page.html", cwd=folder, code=WITHOUT_LAB)
