@@ -13,7 +13,7 @@ from torch import nn
 import nafi
 from nafi.checkpoints import read
 from tests.pages import Page
-from tests.test_cli import WITHOUT_LAB, complaint, run
+from tests.test_cli import WITHOUT_LAB, complaint, run, started
 
 NETWORKS = """
 import torch
@@ -227,11 +227,12 @@ def test_force_overwrites(folder: Path) -> None:
     assert (folder / "g.safetensors").read_bytes()[8:9] == b"{"
 
 
+@pytest.mark.slow
 def test_without_the_laboratory_a_page_is_refused_before_any_work(folder: Path) -> None:
     arguments = ["fuse", *FILES, "--model", "networks:net", "--out", "g.safetensors"]
-    done = run(*arguments, "--report", "page.html", cwd=folder, code=WITHOUT_LAB)
+    done = started(*arguments, "--report", "page.html", cwd=folder, code=WITHOUT_LAB)
     assert done.returncode == 2
     hint = "nafi: this needs jinja2, which is not installed: pip install 'nafi[lab]'\n"
     assert done.stderr == hint
     assert not (folder / "g.safetensors").exists()
-    assert run(*arguments, cwd=folder, code=WITHOUT_LAB).returncode == 0
+    assert started(*arguments, cwd=folder, code=WITHOUT_LAB).returncode == 0

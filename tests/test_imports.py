@@ -204,6 +204,7 @@ def test_importing_nafi_imports_almost_nothing() -> None:
     assert own == {"nafi", "nafi.errors", "nafi.lazy", "nafi.version"}
 
 
+@pytest.mark.slow
 def test_using_nafi_imports_nothing_of_the_laboratory() -> None:
     names = loaded("import nafi; [getattr(nafi, name) for name in nafi.__all__]")
     assert "torch" in names

@@ -74,6 +74,7 @@ def run(experiment: Experiment, file: Path) -> dict[str, dict[str, Any]]:
     return {record["method"]: record for record in records}
 
 
+@pytest.mark.slow
 def test_a_new_data_set_in_one_shot_and_in_rounds(tmp_path: Path) -> None:
     local = {"name": "local", "method": "local"}
     nafi = {"name": "nafi", "method": "nafi", "options": {"batchnorm": "average", "calibrate": 50}}

@@ -143,6 +143,7 @@ def test_the_seeds_that_were_used_are_recorded() -> None:
     assert (cell.seed, cell.fusion_seed) == (3001, 3001)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_computes_what_is_missing_only(tmp_path: Path) -> None:
     experiment = Experiment(**SMALL)
     file = tmp_path / "r.jsonl"
@@ -474,6 +475,7 @@ def test_some_methods_and_numbers_of_clients_can_be_chosen(tmp_path: Path) -> No
         run_experiment(wide, tmp_path / "w.jsonl", jobs=1, resume=False, progress=quiet)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_data")
 def test_a_run_in_rounds_goes_on_from_its_last_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

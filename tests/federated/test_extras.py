@@ -90,7 +90,7 @@ def work(architecture: Any, **options: Any) -> Trainer:
     return Trainer(architecture, population(), CLASSES, **{"extras": means, **options})
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_statistics_reach_the_server_and_come_back_in_tasks(workers: int) -> None:
     algorithm = made()
     run = simulate(algorithm, list(population()), work(algorithm.architecture), workers=workers)

@@ -142,6 +142,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_settings_are_the_same_in_another_process() -> None:
     here = json.dumps(plain_data(SETTINGS), sort_keys=True)
     assert " at 0x" not in here

@@ -286,6 +286,7 @@ def test_fixed_widths_stay_and_are_told() -> None:
     assert grown
 
 
+@pytest.mark.slow
 def test_heads_are_matched_as_heads() -> None:
     """Two heads of one client are never mixed: each goes to one fused head, whole."""
     with warnings.catch_warnings():

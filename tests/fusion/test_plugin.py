@@ -73,6 +73,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_installed_method_is_one_like_any_other(installed: Path) -> None:
     path = os.pathsep.join([str(installed), *sys.path])
     done = subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from nafi.errors import InputError
 from nafi.federated import Trainer, Training, Update, make_strategy
 from nafi.federated.averaging import average, screened_average
 from nafi.fusion.screen import Screen
-from nafi.graph import groups
+from nafi.graph import ModelSpec, groups
 from tests.federated.networks import CLASSES, population, small
 
 INPUTS = (torch.zeros(2, 6),)
@@ -230,6 +231,13 @@ def test_a_neuron_of_few_clients_is_read_by_nobody() -> None:
         torch.testing.assert_close(held.model(x), wanted, atol=1e-5, rtol=1e-5)
 
 
+@cache
+def one_weight() -> ModelSpec:
+    """Of the network, the hidden layer's weight alone."""
+    spec = groups(network(0), INPUTS)
+    return replace(spec, tensors={"0.weight": spec.tensors["0.weight"]})
+
+
 def updates(tensors: list[Tensor], samples: list[int]) -> list[Update]:
     return [
         Update(str(s), 0, {"0.weight": tensor}, count, (count, 0, 0))
@@ -240,20 +248,17 @@ def updates(tensors: list[Tensor], samples: list[int]) -> list[Update]:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**31), st.floats(-1e6, 1e6))
 def test_a_screened_average_stays_within_what_honest_clients_sent(seed: int, harm: float) -> None:
-    spec = groups(network(0), INPUTS)
     generator = torch.Generator().manual_seed(seed)
     honest = [torch.randn(5, 6, generator=generator) for _ in range(6)]
     sent = updates([*honest, torch.full((5, 6), harm)], [10] * 6 + [2**40])
-    small = replace(spec, tensors={"0.weight": spec.tensors["0.weight"]})
-    found = screened_average(Screen(clip=2.0, trim=0.2), sent, small, {}, False)["0.weight"]
+    found = screened_average(Screen(clip=2.0, trim=0.2), sent, one_weight(), {}, False)["0.weight"]
     stacked = torch.stack(honest)
     assert bool((found >= stacked.min(dim=0).values - 1e-5).all())
     assert bool((found <= stacked.max(dim=0).values + 1e-5).all())
 
 
 def test_without_harm_a_screened_average_is_close_to_the_average() -> None:
-    spec = groups(network(0), INPUTS)
-    small = replace(spec, tensors={"0.weight": spec.tensors["0.weight"]})
+    small = one_weight()
     sent = updates([torch.full((5, 6), float(value)) for value in (1, 2, 3)], [10, 20, 10])
     plain = average(sent, small, {}, False)["0.weight"]
     held = screened_average(Screen(clip=5.0), sent, small, {}, False)["0.weight"]

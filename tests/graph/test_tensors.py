@@ -26,7 +26,8 @@ from nafi.graph import (
     fold_batchnorm,
     rules,
 )
-from tests.graph.test_zoo import ENTRIES, analysed
+from tests.graph import zoo
+from tests.graph.test_zoo import analysed
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -68,7 +69,7 @@ def used(spec: ModelSpec) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", list(ENTRIES))
+@pytest.mark.parametrize("name", zoo.tested())
 def test_kinds_are_those_of_the_modules(name: str) -> None:
     model, _, spec = analysed(name)
     expected = kinds_by_module(model)
@@ -78,7 +79,7 @@ def test_kinds_are_those_of_the_modules(name: str) -> None:
         assert spec.tensors[tensor].neutral == float(expected.get(tensor) is Kind.VARIANCE)
 
 
-@pytest.mark.parametrize("name", list(ENTRIES))
+@pytest.mark.parametrize("name", zoo.tested())
 def test_biases_are_those_of_the_modules(name: str) -> None:
     model, _, spec = analysed(name)
     for path, module in model.named_modules():
@@ -101,7 +102,7 @@ def test_a_weight_with_two_biases_has_none() -> None:
     assert spec.tensors["bias"].kind is spec.tensors["inner.bias"].kind is Kind.BIAS
 
 
-@pytest.mark.parametrize("name", list(ENTRIES))
+@pytest.mark.parametrize("name", zoo.tested())
 def test_rows_columns_and_layers_are_those_of_the_modules(name: str) -> None:
     model, _, spec = analysed(name)
     for path, module in model.named_modules():

@@ -1138,6 +1138,10 @@ def seeded(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def tested() -> list[Any]:
-    """The names of all networks; those of other packages take long to import and to trace."""
-    foreign = [pytest.param(entry.name, marks=pytest.mark.slow) for entry in FOREIGN]
-    return [*(entry.name for entry in OURS), *foreign]
+    """The names of all networks; the deep ones and those of other packages are slow."""
+    slow = {"unet_transposed", "unet_bilinear", "resnet_bottleneck", "densenet", "vit_fused"}
+    slow |= {entry.name for entry in FOREIGN}
+    return [
+        pytest.param(entry.name, marks=pytest.mark.slow) if entry.name in slow else entry.name
+        for entry in OURS + FOREIGN
+    ]
