@@ -217,7 +217,9 @@ def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
     endless = '[[methods]]\nname = "long"\nmethod = "nafi"\noptions = { epochs = 1000000 }\n'
     (tmp_path / "my.toml").write_text(MINE + endless)
     options = ["--out", "my records.jsonl", "--trials", "1", "--jobs", "2"]
-    command = [sys.executable, "-c", "from nafi.cli import main; main()", "run", "my.toml"]
+    # A shell lets what it starts in the background ignore Ctrl-C, and whatever that starts.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heed}\nfrom nafi.cli import main; main()", "run", "my.toml"]
     process = subprocess.Popen(
         [*command, *options],
         cwd=tmp_path,

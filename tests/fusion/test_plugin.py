@@ -36,7 +36,7 @@ assert fused.diagnostics["method"] == "greedy"
 strategy = make_strategy(
     "match-then-average", Architecture(factory, (x,)), Training(), rounds=1, method="greedy"
 )
-assert strategy.first.name == "greedy"
+assert strategy.method.name == "greedy"
 
 def refused(method, text, **options):
     try:

@@ -16,7 +16,7 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Architecture
 from nafi.federated.strategy import Strategy
 from nafi.federated.training import Training
-from nafi.fusion import METHODS, Method, make_method
+from nafi.fusion import METHODS, Method, make_method, method_names
 from nafi.options import check_names
 
 # Name -> class of every strategy, in the order in which they were registered.
@@ -75,9 +75,9 @@ def option_names(name: str) -> list[str]:
     kind = strategy_class(name)
     names = list(_own_options(kind))
     if kind.method_kind is not None:
-        methods = _methods(kind.method_kind)
+        methods = method_names(kind.method_kind)
         names += ["method"] if len(methods) > 1 else []
-        names += [option for method in methods.values() for option in method.option_names()]
+        names += [option for method in methods for option in METHODS[method].option_names()]
     return [n for n in dict.fromkeys((*names, *_OF_TRAINING)) if n not in _COMMON]
 
 
@@ -86,15 +86,11 @@ def _own_options(kind: type[Strategy]) -> list[str]:
     return [n for n in kind.option_names() if n not in (*_COMMON, "method")]
 
 
-def _methods(kind: type[Method]) -> Mapping[str, type[Method]]:
-    """The methods of a kind; the first is the default."""
-    return {name: method for name, method in METHODS.items() if issubclass(method, kind)}
-
-
 def _method(kind: type[Method], options: Mapping[str, Any]) -> Method:
+    """The method of a strategy; by default the first of its kind."""
     left = dict(options)
-    known = _methods(kind)
-    name = left.pop("method", next(iter(known)))
-    if name not in known:
-        raise InputError(f"method: found {name!r}, expected one of {', '.join(known)}")
-    return make_method(name, **left)
+    known = method_names(kind)
+    method = make_method(left.pop("method", known[0]), **left)
+    if not isinstance(method, kind):
+        raise InputError(f"method: found {method.name!r}, expected one of {', '.join(known)}")
+    return method
