@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import nafi
 from nafi.errors import SpecError
-from nafi.graph import rebuild
+from nafi.graph import groups, rebuild
 from tests.graph import zoo
 
 
@@ -106,3 +106,34 @@ def test_normalisations_without_tensors_learn_their_size() -> None:
         warnings.simplefilter("error")
         wide.train()(*inputs)
     assert not wide[1]._forward_pre_hooks  # type: ignore[index]
+
+
+class Windowed(nn.Module):
+    """Two numbers of the same value: a size, and one that has nothing to do with it."""
+
+    def __init__(self, hidden: int = 8, window: int = 8) -> None:
+        super().__init__()
+        self.hidden, self.window = hidden, window
+        self.inner, self.outer = nn.Linear(5, hidden), nn.Linear(hidden, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, : self.window]  # the example is shorter
+        return self.outer(self.inner(x).relu().view(len(x), -1, self.hidden))
+
+
+class Hopping(Windowed):
+    """The same, where the other number matters for the example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.repeat(1, 4, 1))
+
+
+@pytest.mark.parametrize("kind", [Windowed, Hopping])
+def test_a_number_that_equals_a_size_is_left_alone(kind: type[Windowed]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 6, 5)
+    spec = groups(model, (x,))
+    wider = rebuild(model, spec, {"inner": 12})
+    assert (wider.hidden, wider.window) == (12, 8)
+    longer = torch.randn(2, 11, 5)
+    assert torch.allclose(wider(longer), model(longer), atol=1e-6)

@@ -7,7 +7,6 @@ alone; a network is rebuilt once for its widths, however often it is asked for.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -21,6 +20,7 @@ from nafi.graph import (
     Inputs,
     Kind,
     ModelSpec,
+    copy_network,
     fold_batchnorm,
     groups,
     named_tensors,
@@ -108,7 +108,7 @@ class Architecture:
     def network(self, form: Form) -> tuple[nn.Module, ModelSpec]:
         """A network of this form with no weights of note, and its spec."""
         model, spec = self._network(form)
-        return copy.deepcopy(model), spec
+        return copy_network(model), spec
 
     def shapes(self, form: Form) -> Shapes:
         """What the tensors of a network of this form look like."""

@@ -7,7 +7,6 @@ at any moment and resumed ends with the same bytes.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from nafi.federated.codec import pack
 from nafi.federated.messages import read_state, write_state
 from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of, tensors_of
 from nafi.files import remove_leftovers
-from nafi.graph import holds_numbers
+from nafi.graph import copy_network, holds_numbers
 
 log = logging.getLogger(__name__)
 _LONGEST = 300
@@ -213,7 +212,7 @@ def conduct(
         if evaluate is not None:
             model = strategy.model(state)
             # It may do with its copy as it likes; the last one is the run's.
-            scores = {n: float(v) for n, v in evaluate(copy.deepcopy(model)).items()}
+            scores = {n: float(v) for n, v in evaluate(copy_network(model)).items()}
             scores_text = "".join(f", {name} {value:.4g}" for name, value in scores.items())
             tell(f"{round.label}{scores_text}", round.done, round.total)
             record |= scores

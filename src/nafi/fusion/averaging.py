@@ -6,7 +6,6 @@ that do not.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +15,7 @@ from nafi.errors import InputError
 from nafi.fusion.clients import Clients
 from nafi.fusion.method import Method, Progress
 from nafi.fusion.result import FusionResult
-from nafi.graph import Inputs, ModelSpec, holds_numbers, named_tensors, widened
+from nafi.graph import Inputs, ModelSpec, copy_network, holds_numbers, named_tensors, widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ class FedAvg(Method):
         samples = prepared.sample_counts
         shares = [1 / len(states)] * len(states) if samples is None else samples / samples.sum()
         progress("averaging", 0, 1)
-        model = copy.deepcopy(prepared.models[0]).eval()
+        model = copy_network(prepared.models[0]).eval()
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():
                 if holds_numbers(tensor):

@@ -5,7 +5,6 @@ Promises: a module whose output is the mean of the models' outputs.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from nafi.errors import InputError
 from nafi.fusion.clients import Clients
 from nafi.fusion.method import Method, Progress
 from nafi.fusion.result import FusionResult
-from nafi.graph import Inputs, ModelSpec, evaluating, first_line
+from nafi.graph import Inputs, ModelSpec, copy_network, evaluating, first_line
 from nafi.options import one_of, option
 
 AVERAGES = ("logits", "probabilities")
@@ -67,7 +66,7 @@ class Ensemble(Method):
 
     def fuse(self, prepared: Prepared, progress: Progress) -> FusionResult:
         clients, example_inputs = prepared
-        models = [copy.deepcopy(model) for model in clients.models]
+        models = [copy_network(model) for model in clients.models]
         network = EnsembleNetwork(models, [1 / len(models)] * len(models), self.average).eval()
         try:
             with evaluating(network):

@@ -22,10 +22,12 @@ from nafi.graph import (
     Inputs,
     ModelSpec,
     Normalisation,
+    estimate_spectral,
     groups,
     holds_numbers,
     named_tensors,
     rebuild,
+    unit_spectral,
 )
 
 
@@ -111,7 +113,7 @@ class Networks:
         The networks as the clients have them. Models that trained on from a common start keep
         their statistics this way; others need `calibrate` afterwards.
         """
-        states = tuple(_state(model) for model in self.clients.models)
+        states = tuple(_state(unit_spectral(model)) for model in self.clients.models)
         specs = tuple(self.architecture.fitted(state) for state in states)
         return replace(self, template=self.original, specs=specs, states=states)
 
@@ -147,6 +149,7 @@ class Networks:
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():
                 tensor.copy_(state[self.spec.aliases.get(name, name)])
+        estimate_spectral(model)
         spec = self.spec.resized(widths)
         model, spec = self.batchnorm.put_back(model, spec, like=self.original)
         return model.eval(), spec, self.architecture.resized(widths)
@@ -162,7 +165,7 @@ def prepare_networks(
         known = replace(known, example_inputs=tuple(example_inputs))
     way = Normalisation(batchnorm)
     folded = [
-        way.for_matching(model, _fitted(model, known, clients, s))
+        way.for_matching(unit_spectral(model), _fitted(model, known, clients, s))
         for s, model in enumerate(clients.models)
     ]
     return Networks(

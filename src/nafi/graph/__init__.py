@@ -9,10 +9,12 @@ from nafi.graph.permute import permute, permute_state, random_permutations
 from nafi.graph.rebuild import rebuild, resize_state
 from nafi.graph.rules import Call, Value, rule
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
+from nafi.graph.spectral import estimate_spectral, unit_spectral
 from nafi.graph.tensors import Axis, Kind, Layer, Segment, TensorSpec
 from nafi.graph.trace import (
     Inputs,
     check_inputs,
+    copy_network,
     evaluating,
     first_line,
     named_tensors,
@@ -46,6 +48,8 @@ __all__ = [
     "calibrate",
     "check_inputs",
     "check_spec",
+    "copy_network",
+    "estimate_spectral",
     "evaluating",
     "first_line",
     "fold_batchnorm",
@@ -67,5 +71,6 @@ __all__ = [
     "scatter",
     "shared_names",
     "stretches",
+    "unit_spectral",
     "widened",
 ]

@@ -6,7 +6,6 @@ change the network's function when its groups are permuted; one that fails names
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.utils import _pytree as pytree
 from nafi.errors import SpecError
 from nafi.graph.permute import permute, random_permutations
 from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import Inputs, evaluating, first_line, named_tensors
+from nafi.graph.trace import Inputs, copy_network, evaluating, first_line, named_tensors
 
 # Relative differences that rounding explains, in double and in single precision.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -116,7 +115,7 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             return tensor.to("cpu", dtype.to_complex())
         return tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()
 
-    twin: nn.Module = copy.deepcopy(model)._apply(convert)  # type: ignore[no-untyped-call]
+    twin: nn.Module = copy_network(model)._apply(convert)  # type: ignore[no-untyped-call]
     return twin
 
 

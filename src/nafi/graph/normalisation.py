@@ -7,7 +7,6 @@ one whose normalisation was put back; `calibrate` changes nothing but running st
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from enum import StrEnum
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from nafi.errors import SpecError
 from nafi.graph.spec import ModelSpec
 from nafi.graph.tensors import Kind, TensorSpec
-from nafi.graph.trace import evaluating, named_tensors, run_batches, shared_names
+from nafi.graph.trace import copy_network, evaluating, named_tensors, run_batches, shared_names
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
@@ -85,7 +84,7 @@ def fold_batchnorm(
     only: fold these (layer, batchnorm) pairs and leave the others.
     """
     spec.check_shapes(named_tensors(model))
-    twin = copy.deepcopy(model)
+    twin = copy_network(model)
     tensors = dict(spec.tensors)
     wanted = spec.batchnorms if only is None else [p for p in spec.batchnorms if p in only]
     pairs = [pair for pair in wanted if _is_plain(twin, *pair)]
@@ -116,7 +115,7 @@ def attach_batchnorm(
     network `like`, from before folding, had no bias, the bias goes into the normalisation, so that
     the copy has the tensors of that network again.
     """
-    twin = copy.deepcopy(model)
+    twin = copy_network(model)
     tensors = dict(spec.tensors)
     for layer_name, norm_name in spec.folded:
         layer = twin.get_submodule(layer_name)

@@ -6,7 +6,6 @@ the same function, its neurons in another order.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from nafi.errors import SpecError
 from nafi.graph.blocks import Block, transform
 from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import named_tensors
+from nafi.graph.trace import copy_network, named_tensors
 
 Permutations = Mapping[str, Tensor]
 
@@ -27,7 +26,7 @@ def permute(model: nn.Module, spec: ModelSpec, permutations: Permutations) -> nn
         row p belongs to the p-th member of the parent as the given network counts them.
     """
     state = permute_state(named_tensors(model), spec, permutations)
-    twin = copy.deepcopy(model)
+    twin = copy_network(model)
     with torch.no_grad():
         for name, tensor in named_tensors(twin).items():
             tensor.data.copy_(state[name])

@@ -8,9 +8,9 @@ code still assumes the old sizes.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,10 @@ from nafi.graph.check import TOLERANCE, converted, difference, probe_of, run
 from nafi.graph.groups import analyse, sized_ops
 from nafi.graph.spec import ModelSpec
 from nafi.graph.tensors import Segment
-from nafi.graph.trace import Inputs, check_inputs, first_line, named_tensors
+from nafi.graph.trace import Inputs, check_inputs, copy_network, first_line, named_tensors
+
+# Says what is wrong with a network, if anything.
+_See = Callable[[], str | None]
 
 
 def rebuild(
@@ -50,11 +53,13 @@ def rebuild(
     twin = load_resized(model, spec, new_spec, state)
     if not changed:
         return twin
-    trouble = _trouble(model, twin, spec, new_spec, inputs)
+    see = partial(_trouble, model, twin, spec, new_spec, inputs)
+    trouble = see()
+    sizes = _changed_sizes(spec, new_spec, changed)
     for level in (1, 2):
         # Modules of the user's own remember sizes as well, such as a number of heads.
-        if trouble is not None and _adapt(twin, spec, new_spec, changed, level):
-            trouble = _trouble(model, twin, spec, new_spec, inputs)
+        if trouble is not None:
+            trouble = _adapt(trouble, twin, sizes, _owners_above(spec, changed, level), see)
     if trouble is not None:
         raise SpecError(_advice(model, changed, inputs, trouble))
     return twin
@@ -96,7 +101,7 @@ def load_resized(
     """A copy of the network that holds these tensors, whatever their sizes."""
     old = named_tensors(model)
     # Every tensor is replaced below, so none need be copied.
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in old.values()})
+    twin = copy_network(model, shared=old.values())
     made: dict[str, nn.Parameter] = {}
     owners: dict[nn.Module, str] = {}  # a module with several names once, under its first
     for name in [*spec.axes, *spec.aliases]:
@@ -217,31 +222,87 @@ def _update_attention(
         )
 
 
-def _adapt(
-    twin: nn.Module, spec: ModelSpec, new_spec: ModelSpec, changed: list[str], level: int
-) -> bool:
-    """Change what modules above the changed tensors remember of their sizes, if anything.
+@dataclass(frozen=True)
+class _Remembered:
+    """A size that modules of one class keep in one attribute, and what it may have to become."""
 
-    Sizes are recognised by their value; the caller sees whether the network then runs as it should.
+    modules: list[nn.Module]
+    attribute: str
+    old: Any
+    new: Any
+
+    def set(self, value: Any) -> None:
+        for module in self.modules:
+            setattr(module, self.attribute, value)
+
+
+def _adapt(
+    trouble: str, twin: nn.Module, sizes: Mapping[int, int], paths: Collection[str], see: _See
+) -> str | None:
+    """Change what modules remember of sizes, as little as the network needs; what is still wrong.
+
+    A number that happens to equal a size, such as a window, is left alone: an attribute is changed
+    only if the network does not run without.
     """
-    sizes = _changed_sizes(spec, new_spec, changed)
-    paths = {tensor for group in changed for tensor in spec.tensors_of(group)}
-    for _ in range(level + 1):
-        paths = {path.rpartition(".")[0] for path in paths if path}
-    adapted = False
+    remembered = _remembered(twin, sizes, paths)
+    # All of them, or all but one: a number that only looks like a size spoils the others.
+    attempts = [remembered, *(_without(remembered, k) for k in range(len(remembered)))]
+    for attempt in attempts if remembered else []:
+        for size in remembered:
+            size.set(size.new if size in attempt else size.old)
+        if see() is None:
+            for size in attempt:
+                size.set(size.old)
+                if see() is not None:
+                    size.set(size.new)
+            return None
+    for size in remembered:
+        size.set(size.old)
+    return trouble
+
+
+def _without(remembered: list[_Remembered], index: int) -> list[_Remembered]:
+    return [size for k, size in enumerate(remembered) if k != index]
+
+
+def _remembered(
+    twin: nn.Module, sizes: Mapping[int, int], paths: Collection[str]
+) -> list[_Remembered]:
+    """Attributes with the value of a size that changed; equal ones of one class go together."""
+    found: dict[tuple[type, str, Any], _Remembered] = {}
     for path in paths:
         module = twin.get_submodule(path)
-        for name, value in vars(module).items():
-            if type(value) is int and value in sizes and not _is_builtin(module):
-                setattr(module, name, sizes[value])
-                adapted = True
-        for norm in module.children():
-            # Without weights there is no tensor that its shape could have been taken from.
-            if isinstance(norm, nn.LayerNorm) and norm.weight is None:
-                shape = tuple(sizes.get(n, n) for n in norm.normalized_shape)
-                adapted |= shape != tuple(norm.normalized_shape)
-                norm.normalized_shape = shape
-    return adapted
+        for owner, attribute, old, new in _attributes_of_size(module, sizes):
+            key = (type(owner), attribute, old)
+            found.setdefault(key, _Remembered([], attribute, old, new)).modules.append(owner)
+    return list(found.values())
+
+
+def _attributes_of_size(
+    module: nn.Module, sizes: Mapping[int, int]
+) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+    """(module, attribute, value, new value) of what a module may remember of sizes."""
+    if not _is_builtin(module):
+        for attribute, value in list(vars(module).items()):
+            if type(value) is int and value in sizes:
+                yield module, attribute, value, sizes[value]
+    for norm in module.children():
+        # Without weights there is no tensor that its shape could have been taken from.
+        if isinstance(norm, nn.LayerNorm) and norm.weight is None:
+            old = tuple(norm.normalized_shape)
+            new = tuple(sizes.get(n, n) for n in old)
+            if new != old:
+                yield norm, "normalized_shape", old, new
+
+
+def _owners_above(spec: ModelSpec, changed: list[str], level: int) -> set[str]:
+    """The modules up to so many levels above those that hold the tensors of some groups."""
+    paths = {tensor for group in changed for tensor in spec.tensors_of(group)}
+    owners: set[str] = set()
+    for step in range(level + 1):
+        paths = {path.rpartition(".")[0] for path in paths if path}
+        owners |= paths if step else set()
+    return owners
 
 
 def _changed_sizes(spec: ModelSpec, new_spec: ModelSpec, changed: list[str]) -> dict[int, int]:

@@ -7,6 +7,7 @@ parameter and buffer the tensor of the module that it is.
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 import threading
@@ -140,6 +141,20 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         raise SpecError(f"expected an nn.Module, found {type(model).__name__}")
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def copy_network(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
+    """A deep copy, also of a network that was just trained.
+
+    shared: tensors to leave uncopied. Hooks such as torch's older weight and spectral norms keep a
+    computed weight in their module, which `copy.deepcopy` refuses; it is made again by every run.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, memo)
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:

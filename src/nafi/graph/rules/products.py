@@ -77,7 +77,7 @@ def _with_bias(call: Call, result: Value) -> Value:
     return result
 
 
-@rule("matmul", "mm", "bmm", "mv", "dot")
+@rule("matmul", "mm", "bmm", "mv", "dot", "vdot")
 def matmul(call: Call) -> Value:
     one: Value = call["self"]
     two: Value = call.get("other") or call.get("mat2") or call.get("vec") or call["tensor"]
