@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nafi
@@ -304,3 +306,57 @@ def zoo_inputs(name: str) -> tuple[Tensor, ...]:
 
 def zoo_shape(name: str) -> tuple[int, ...]:
     return tuple(zoo_inputs(name)[0].shape[1:])
+
+
+class Auxiliary(nn.Module):
+    """A second head that only training uses, behind neurons of its own."""
+
+    def __init__(self, functional: bool = False) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.extra, self.norm = nn.Linear(8, 6), nn.BatchNorm1d(6)
+        self.extra_head, self.drop = nn.Linear(6, 3), nn.Dropout(0.5)
+        self.functional = functional
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.drop(self.body(x).relu())
+        if not self.training:
+            return self.head(x)
+        hidden = self.norm(self.extra(x)).relu()
+        if self.functional:
+            hidden = F.dropout(hidden, 0.5, self.training)
+        return self.head(x), self.extra_head(hidden)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_what_only_training_uses_follows_its_neurons(functional: bool) -> None:
+    """Its weights would keep their order while the body is permuted: training would differ."""
+    torch.manual_seed(0)
+    model, x = Auxiliary(functional), torch.randn(7, 5)
+    with torch.no_grad():
+        model.norm.running_mean.normal_()
+    with pytest.warns(SpecWarning, match=r"uses never.weight, never.bias neither in eval nor"):
+        spec = nafi.groups(model, (x,))
+    assert set(spec.groups) == {"body", "extra"}
+    assert spec.batchnorms == (("extra", "norm"),)
+    orders = {"body": torch.randperm(8), "extra": torch.randperm(6)}
+    permuted = permute(model, spec, orders)
+    for network in (model, permuted):
+        network.train()
+        network.drop.eval()
+        network.norm.eval()
+        network.functional = False
+    for found, expected in zip(permuted(x), model(x), strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_wrong_order_in_training_mode_is_refused() -> None:
+    torch.manual_seed(0)
+    model, x = Auxiliary(), torch.randn(7, 5)
+    spec = nafi.groups(model, (x,), check=False)
+    right = spec.tensors["extra.weight"]
+    wrong = replace(right, axes=(right.axes[0], (Segment((8,)),)))
+    broken = replace(spec, tensors={**spec.tensors, "extra.weight": wrong})
+    with pytest.raises(SpecError, match="in training mode"):
+        check_spec(model, (x,), broken)

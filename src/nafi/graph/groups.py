@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nafi.errors import few
 from nafi.graph import atoms
 from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, pin_axis, resolve
 from nafi.graph.check import check_spec
@@ -53,7 +54,15 @@ def analyse(model: nn.Module, example_inputs: Inputs) -> ModelSpec:
     return replace(spec, example_inputs=tuple(example_inputs))
 
 
+_UNUSED = "the network does not use it"
+
+
 def _warn_of_gaps(spec: ModelSpec) -> None:
+    unused = {pin.tensor for pin in spec.pinned if pin.reason == _UNUSED}
+    weights = [name for name in spec.tensors if name in unused and _is_learnt(spec.tensors[name])]
+    if weights:
+        text = f"the network uses {few(weights)} neither in eval nor in training mode: they keep"
+        warnings.warn(f"{text} the order of their neurons", SpecWarning, stacklevel=3)
     by_op: dict[str, list[str]] = {}
     for pin in spec.pinned:
         if pin.op is not None:
@@ -61,6 +70,10 @@ def _warn_of_gaps(spec: ModelSpec) -> None:
     for reason, places in by_op.items():
         shown = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
         warnings.warn(f"{reason}: left unmatched {shown}", SpecWarning, stacklevel=3)
+
+
+def _is_learnt(tensor: TensorSpec) -> bool:
+    return tensor.kind in (Kind.WEIGHT, Kind.BIAS, Kind.GAIN) and bool(tensor.axes)
 
 
 def sized_ops(
@@ -254,14 +267,14 @@ class _Walk:
 
     def _free_atoms(self, order: list[Atom]) -> list[Atom]:
         """Atoms that may be permuted and that some used tensor has."""
-        used = set(self._used_in_order())
+        used = set(self.traced.used)
         in_tensors: set[Atom] = set()
         for name, value in self.tensors.items():
             if name in used:
                 in_tensors |= atoms_of(value.axes)
             else:
                 for axis in value.axes:
-                    pin_axis(axis, Pin("the network does not use it"))
+                    pin_axis(axis, Pin(_UNUSED))
         return [a for a in order if a in in_tensors and a.pinned is None and a.size > 1]
 
     def _names(self, members: list[Atom]) -> dict[Atom, str]:
@@ -269,7 +282,7 @@ class _Walk:
         names: dict[Atom, str] = {}
         taken: set[str] = set()
         consumed = self._consumed()
-        held = [(name, atoms_of(self.tensors[name].axes)) for name in self._used_in_order()]
+        held = [(name, atoms_of(self.tensors[name].axes)) for name in self.traced.used]
         matrices = {name for name, v in self.tensors.items() if sum(n > 1 for n in v.shape) > 1}
         for atom in members:
             holders = [name for name, found in held if atom in found]
@@ -282,15 +295,6 @@ class _Walk:
             names[atom] = name
             taken.add(name)
         return names
-
-    def _used_in_order(self) -> list[str]:
-        """The tensors in the order in which operations first use them."""
-        used: dict[str, None] = {}
-        for op in self.traced.ops:
-            for node in op.node.all_input_nodes:
-                if node in self.traced.tensors:
-                    used[self.traced.tensors[node]] = None
-        return list(used)
 
     def _parents(self, members: list[Atom]) -> dict[Atom, Atom]:
         """Groups that appear nowhere without another one have an order within each of its members.
@@ -342,15 +346,28 @@ class _Walk:
         )
 
     def _batchnorms(self) -> tuple[tuple[str, str], ...]:
+        """(layer, batchnorm) pairs that can be folded, also of what only training uses."""
+        in_eval = self._batchnorms_among([op for op in self.traced.ops if not op.training])
+        in_training = self._batchnorms_among([op for op in self.traced.ops if op.training])
+        evaluated = {norm for _, norm in in_eval} | self._modules_in_eval()
+        return (*in_eval, *(pair for pair in in_training if pair[1] not in evaluated))
+
+    def _modules_in_eval(self) -> set[str]:
+        """The modules whose tensors are used in eval mode."""
+        nodes = (n for op in self.traced.ops if not op.training for n in op.node.all_input_nodes)
+        names = (self.traced.tensors[node] for node in nodes if node in self.traced.tensors)
+        return {name.rpartition(".")[0] for name in names}
+
+    def _batchnorms_among(self, ops: Sequence[Op]) -> tuple[tuple[str, str], ...]:
         """Batch normalisations that directly follow a layer, all of whose tensors are used once."""
         pairs: list[tuple[str, str]] = []
-        by_node = {op.node: op for op in self.traced.ops}
+        by_node = {op.node: op for op in ops}
         uses = Counter(
             name
-            for op in self.traced.ops
+            for op in ops
             for name in {self.traced.tensors.get(node) for node in op.node.all_input_nodes}
         )
-        for op in self.traced.ops:
+        for op in ops:
             if op.name != "batch_norm" or op.arguments["training"]:
                 continue
             layer = by_node.get(op.arguments["input"])

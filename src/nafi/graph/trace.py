@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,12 +35,14 @@ class Op:
 
     name: as in `aten::name`, without a trailing underscore of in-place variants
     arguments: schema name -> constant, `torch.fx.Node`, or list of them
+    training: only in training mode does the network do this
     """
 
     name: str
     node: torch.fx.Node
     arguments: Mapping[str, Any]
     pointwise: bool
+    training: bool = False
 
     @property
     def views(self) -> torch.fx.Node | None:
@@ -105,10 +107,42 @@ class Trace:
     constants: tuple[torch.fx.Node, ...]
     outputs: tuple[torch.fx.Node, ...]
 
+    @property
+    def used(self) -> list[str]:
+        """The tensors in the order in which operations first use them."""
+        nodes = (node for op in self.ops for node in op.node.all_input_nodes)
+        return list(dict.fromkeys(self.tensors[node] for node in nodes if node in self.tensors))
+
+    def __add__(self, other: Trace) -> Trace:
+        """Both, one after the other."""
+        return Trace(
+            self.ops + other.ops,
+            {**self.tensors, **other.tensors},
+            self.aliases,
+            self.inputs + other.inputs,
+            self.constants + other.constants,
+            self.outputs + other.outputs,
+        )
+
 
 def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
-    """Export the network in eval mode; the module is left as it was."""
-    program = _export(model, example_inputs)
+    """Export the network in eval mode; the module is left as it was.
+
+    Where that leaves parameters unused, as those of auxiliary heads, what the network does in
+    training mode comes after it.
+    """
+    traced = _traced(model, example_inputs, training=False)
+    parameters = dict(model.named_parameters())
+    if set(parameters) <= set(traced.used):
+        return traced
+    try:
+        return traced + _traced(model, example_inputs, training=True)
+    except SpecError:  # it needs targets for training, say
+        return traced
+
+
+def _traced(model: nn.Module, example_inputs: Inputs, training: bool) -> Trace:
+    program = _export(model, example_inputs, training)
     aliases = shared_names(model)
     state = named_tensors(model)
     tensors: dict[torch.fx.Node, str] = {}
@@ -131,7 +165,7 @@ def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
     by_name = {node.name: node for node in program.graph.nodes}
     outputs = tuple(by_name[name] for name in returned if name in by_name)
     live = _live(program.graph.nodes, outputs)
-    ops = tuple(_op(node) for node in program.graph.nodes if node in live)
+    ops = tuple(replace(_op(n), training=training) for n in program.graph.nodes if n in live)
     return Trace(ops, tensors, aliases, tuple(inputs), tuple(constants), outputs)
 
 
@@ -219,12 +253,24 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def _export(model: nn.Module, example_inputs: Inputs) -> ExportedProgram:
+# What training mode makes random, or dependent on the rest of the batch.
+_EVALUATED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
+
+
+def train_paths(model: nn.Module) -> None:
+    """Training mode for all but normalisation and dropout: other paths, the same functions."""
+    for module in model.modules():
+        module.training = not isinstance(module, _EVALUATED)
+
+
+def _export(model: nn.Module, example_inputs: Inputs, training: bool) -> ExportedProgram:
     if not isinstance(model, nn.Module):
         raise SpecError(f"expected an nn.Module, found {type(model).__name__}")
     check_inputs(example_inputs)
     with _EXPORTING, evaluating(model), warnings.catch_warnings(), _quiet_torch():
         warnings.simplefilter("ignore")
+        if training:
+            train_paths(model)
         try:
             model(*example_inputs)
         except Exception as error:

@@ -18,7 +18,8 @@ from nafi.graph.tensors import Kind
 @rule("dropout", "alpha_dropout", "feature_dropout", "relu6", "hardswish", "rrelu", "copy")
 def elementwise(call: Call) -> Value:
     """Axes that meet are the same; those of size 1 are repeated."""
-    if call.get("train"):  # dropout in eval mode: which neuron is dropped depends on its place
+    # Dropout in eval mode: which neuron is dropped depends on its place, and that is the result.
+    if call.get("train") and not call.op.training:
         return unknown(call)[0]
     return broadcast(call, call.values())
 
