@@ -78,7 +78,7 @@ def test_a_run_equals_one_by_hand() -> None:
     aligned = [rows[0], rows[1][order]]
     mean = sum(aligned) / 2
     norms = [own[:, :-1].norm(dim=1) for own in aligned]
-    mean = mean * ((norms[0] + norms[1]) / 2 / mean[:, :-1].norm(dim=1))[:, None]
+    mean[:, :-1] *= ((norms[0] + norms[1]) / 2 / mean[:, :-1].norm(dim=1))[:, None]
     with torch.no_grad():
         two.out.weight.copy_(two.out.weight[:, order])
         for model in models:

@@ -85,9 +85,8 @@ def test_restored_norms_are_the_mean_of_the_members() -> None:
     assert float(found["layers.0.weight"][2].norm()) == pytest.approx(shared, rel=1e-5)
     factor = shared / float(plain["layers.0.weight"][2].norm())
     assert factor > 1
-    assert float(found["layers.0.bias"][2]) == pytest.approx(
-        factor * float(plain["layers.0.bias"][2]), rel=1e-5
-    )
+    # A mean of numbers that agree is no smaller than they are: a restored bias would be too large.
+    assert found["layers.0.bias"].equal(plain["layers.0.bias"])
     for place in (0, 1, 4):  # of one owner alone: nothing was averaged
         assert found["layers.0.weight"][place].allclose(plain["layers.0.weight"][place])
     assert found["layers.2.weight"].equal(plain["layers.2.weight"])  # outputs are no neurons

@@ -29,8 +29,9 @@ def merge_tensors(
     """Average all clients' tensors where their neurons went.
 
     Tensors that end in the classes are weighted by class shares, all others by model weights.
-    restore_norm: scale every merged neuron's incoming weights, and the bias that goes with them, so
-        that their norm is the mean norm of its members: averaging vectors that differ shrinks them.
+    restore_norm: scale every merged neuron's incoming weights so that their norm is the mean norm
+        of its members: averaging vectors that differ shrinks them. A bias is a single number, which
+        averaging does not shrink.
     names: the tensors to average; all of them by default
     screen: leave out what is unusual; its `clip` must have been applied before
 
@@ -40,7 +41,6 @@ def merge_tensors(
     spec, clients = networks.spec, networks.clients
     clients.check_classes(spec)
     merged: dict[str, Tensor] = {}
-    shrunk: dict[str, Tensor] = {}
     for name in spec.tensors if names is None else names:
         dtype = networks.states[0][name].dtype
         if not holds_numbers(networks.states[0][name]):
@@ -51,16 +51,8 @@ def merge_tensors(
             sums.add(networks, placements[s], name, s, torch.as_tensor(weight))
         mean = sums.mean(spec.tensors[name].neutral)
         if restore_norm and sums.rest:
-            factor = sums.shrinkage(mean)
-            mean /= factor
-            bias = spec.bias_of(name)
-            shrunk |= {bias: factor} if bias is not None else {}
+            mean /= sums.shrinkage(mean)
         merged[name] = mean.to(dtype)
-    for bias, factor in shrunk.items():
-        if bias not in merged:
-            continue
-        scaled = merged[bias] / factor.reshape(merged[bias].shape)
-        merged[bias] = scaled.to(merged[bias].dtype)
     return merged
 
 
