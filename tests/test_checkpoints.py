@@ -412,3 +412,24 @@ def test_a_manifest_comes_back() -> None:
     nothing = Manifest.from_json('{"factory": null, "inputs": null}')
     assert nothing == Manifest()
     assert set(CHECKS) == {field.name for field in fields(Manifest)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["cross_attention", "vit_fused", "einsum", "bert_sdpa", "gpt2", "monai_vit"],
+)
+@pytest.mark.filterwarnings("ignore::nafi.graph.SpecWarning", "ignore::nafi.fusion.FusionWarning")
+def test_networks_with_heads_come_back(name: str, tmp_path: Path) -> None:
+    """Heads and head width occur as a product only; what was fused is loaded all the same."""
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(zoo.named(name).build().eval())
+    inputs = zoo.named(name).example_inputs()
+    result = nafi.fuse(models, inputs, evidence=1000.0)
+    grown = [row["group"] for row in result.summary() if row["width"] > row["local"][0]]
+    assert grown, "nothing grew, so nothing was rebuilt"
+    nafi.save(result, tmp_path / "fused.safetensors", example_inputs=inputs)
+    loaded = nafi.load(tmp_path / "fused.safetensors", lambda: zoo.named(name).build())
+    assert gap(loaded, result.model, inputs) < 1e-6

@@ -7,7 +7,7 @@ follow from sizes, so they survive a change of widths.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
@@ -210,28 +210,30 @@ class ModelSpec:
         return replace(self, groups=groups)
 
     def fitted(self, state: Mapping[str, Tensor]) -> ModelSpec:
-        """The spec at the widths that a state dict of the same architecture has."""
+        """The spec at the widths that a state dict of the same architecture has.
+
+        Where only a product of widths is known, such as heads times head width, those that are
+        least likely to differ keep the width of the spec: rigid groups, then groups within others.
+        """
         known: dict[str, int] = {}
-        sizes = [
+        if not all(name in state and self.shape(name) == state[name].shape for name in self.axes):
+            sizes = self._axis_sizes(state)
+            for group in sorted(self.groups.values(), key=_may_differ):
+                _solve_widths(sizes, known)
+                known.setdefault(group.name, group.width)
+        fitted = self.resized(known)
+        fitted.check_shapes(state)
+        return fitted
+
+    def _axis_sizes(self, state: Mapping[str, Tensor]) -> list[tuple[Axis, int]]:
+        """Every axis with groups, and how long it is in a state dict."""
+        return [
             (axis, state[name].shape[index])
             for name, axes in self.axes.items()
             if name in state and state[name].ndim == len(axes)
             for index, axis in enumerate(axes)
+            if any(segment.groups for segment in axis)
         ]
-        progress = True
-        while progress and len(known) < len(self.groups):
-            progress = False
-            for axis, size in sizes:
-                unknown = {g for segment in axis for g in segment.groups} - set(known)
-                if len(unknown) == 1:
-                    (group,) = unknown
-                    width = _solve(axis, group, known, size)
-                    if width is not None:
-                        known[group] = width
-                        progress = True
-        fitted = self.resized(known)
-        fitted.check_shapes(state)
-        return fitted
 
     def group(self, name: str) -> NeuronGroup:
         """Look a group up, or say which there are."""
@@ -340,6 +342,26 @@ def _check_groups(groups: Mapping[str, NeuronGroup], tensors: Mapping[str, Tenso
             raise SpecError(f"{name} reads axes {list(tensor.reads)}, but has {len(tensor.axes)}")
         if tensor.bias is not None and tensor.bias not in tensors:
             raise SpecError(f"{name} has an unknown bias {tensor.bias!r}")
+
+
+def _may_differ(group: NeuronGroup) -> tuple[bool, bool]:
+    """Ranks groups by how likely their width differs between networks of one architecture."""
+    return group.rigid is None, group.parent is None
+
+
+def _solve_widths(sizes: Sequence[tuple[Axis, int]], known: dict[str, int]) -> None:
+    """Add all widths that follow from those known and from the sizes of axes."""
+    progress = True
+    while progress:
+        progress = False
+        for axis, size in sizes:
+            unknown = {group for segment in axis for group in segment.groups} - set(known)
+            if len(unknown) == 1:
+                (group,) = unknown
+                width = _solve(axis, group, known, size)
+                if width is not None:
+                    known[group] = width
+                    progress = True
 
 
 def _solve(axis: Axis, group: str, known: Mapping[str, int], size: int) -> int | None:
