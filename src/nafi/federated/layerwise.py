@@ -254,9 +254,12 @@ class Layerwise(Strategy[LayerwiseState]):
 
     def _limits(self, networks: Networks) -> Mapping[str, int]:
         """The widest that groups may be in the first pass."""
-        # Which widths its code fixes is the same for a network at all widths.
+        # Which widths its code fixes is the same for a network at all widths. Tied groups are not
+        # matched in one round, so that they cannot grow together.
         if not self._fixed:
-            self._fixed.append(networks.fixed_widths)
+            tied = (name for tie in networks.tied_widths for name in tie)
+            reason = "it is tied to groups that are matched in other rounds"
+            self._fixed.append(dict.fromkeys(tied, reason) | networks.fixed_widths)
         return width_limits(networks, self.method.max_width, self._fixed[0])
 
     def _match_group(self, state: LayerwiseState, prepared: Networks) -> LayerwiseState:

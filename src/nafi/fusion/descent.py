@@ -122,7 +122,16 @@ class Descent:
             group = next_group(self.networks, direction, list(self.placements[0]))
             progress(group, len(self.placements[0]), total)
             self.step(group)
+        self._equalise()
         progress("merging", total, total)
+
+    def _equalise(self) -> None:
+        """Give groups that are tied the width of the widest; places that nobody owns are zero."""
+        for tie in self.networks.tied_widths:
+            width = max(self.placements[0][name].width for name in tie)
+            for placements in self.placements:
+                for name in tie:
+                    placements[name] = Positions(placements[name].index, width)
 
     def step(self, group: str) -> None:
         """Match one group, and those within it."""

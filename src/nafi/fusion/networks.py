@@ -8,7 +8,7 @@ running network of fused tensors.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,7 +27,9 @@ from nafi.graph import (
     holds_numbers,
     named_tensors,
     rebuild,
+    tied_widths,
     unit_spectral,
+    width_trouble,
 )
 
 
@@ -77,32 +79,45 @@ class Networks:
     def fixed_widths(self) -> dict[str, str]:
         """The groups whose width cannot change, each with the reason.
 
-        All others are widened by different amounts at once; if the network then does not run, each
-        is tried alone. Cost: one rebuild of the template, or one for each group.
+        All others are widened by different amounts at once, those that are tied by the same; where
+        the network then does not run, halves of them are tried. Cost: one rebuild of the template,
+        and some more for every group that cannot grow.
         """
         groups = self.spec.groups
         fixed = {name: f"{g.rigid} fixes the width" for name, g in groups.items() if g.rigid}
-        free = [name for name in groups if name not in fixed]
-        grown = {name: groups[name].width + 1 + k for k, name in enumerate(free)}
-        trouble = self._trouble(grown)
-        if trouble is None:
-            return fixed
-        alone = {name: self._trouble({name: width}) for name, width in grown.items()}
-        stuck = {name: reason for name, reason in alone.items() if reason is not None}
-        if not stuck:  # only together: one of them changes with another, as layers of an LSTM do
-            stuck = dict.fromkeys(free, trouble)
-        reason = next(iter(stuck.values()))
-        text = f"{', '.join(stuck)}: the width stays as it is, because {reason}"
-        warnings.warn(text, FusionWarning, stacklevel=4)
+        ties = [tie for tie in self.tied_widths if not set(tie) & set(fixed)]
+        tied = {name for tie in ties for name in tie}
+        free = [(name,) for name in groups if name not in fixed and name not in tied]
+        grown = {
+            name: groups[name].width + 1 + k for k, tie in enumerate(free + ties) for name in tie
+        }
+        growing = self._growing(free + ties, grown, ())
+        stuck = [name for name in grown if name not in growing]
+        if stuck:
+            widths = {name: grown[name] for name in (*growing, *stuck)}
+            reason = _reason(self.template, self.spec, widths)
+            text = f"{', '.join(stuck)}: the width stays as it is, because {reason}"
+            warnings.warn(text, FusionWarning, stacklevel=4)
         return fixed | dict.fromkeys(stuck, "its code fixes the width")
 
-    def _trouble(self, widths: Mapping[str, int]) -> str | None:
-        """Why the network cannot have these widths, if it cannot."""
-        try:
-            rebuild(self.template, self.spec, widths)
-        except SpecError as error:
-            return str(error)
-        return None
+    @cached_property
+    def tied_widths(self) -> list[tuple[str, ...]]:
+        """Groups that must have the same width, as those of all layers of an LSTM."""
+        return tied_widths(self.template, self.spec)
+
+    def _growing(
+        self, ties: Sequence[tuple[str, ...]], grown: Mapping[str, int], others: Sequence[str]
+    ) -> tuple[str, ...]:
+        """The groups that can have the widths `grown` together with some others."""
+        names = tuple(name for tie in ties for name in tie)
+        widths = {name: grown[name] for name in (*others, *names)}
+        if not names or width_trouble(self.template, self.spec, widths) is None:
+            return names
+        if len(ties) == 1:
+            return ()
+        half = len(ties) // 2
+        first = self._growing(ties[:half], grown, others)
+        return first + self._growing(ties[half:], grown, (*others, *first))
 
     def local_widths(self, group: str) -> list[int]:
         return [spec.groups[group].width for spec in self.specs]
@@ -178,6 +193,15 @@ def prepare_networks(
         way,
         frozenset(name for name, _ in folded[0][0].named_parameters(remove_duplicate=False)),
     )
+
+
+def _reason(model: nn.Module, spec: ModelSpec, widths: Mapping[str, int]) -> str:
+    """What stands in the way of these widths, with the lines of code where they are known."""
+    try:
+        rebuild(model, spec, widths)
+    except SpecError as error:
+        return str(error)
+    return "it does not run otherwise"
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

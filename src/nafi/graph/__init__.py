@@ -6,7 +6,7 @@ from nafi.graph.lift import Placement, Placements, Positions, Shares, lift, lift
 from nafi.graph.neurons import Neurons, Role, Stretch, gather, rows_first, scatter, stretches
 from nafi.graph.normalisation import Normalisation, attach_batchnorm, calibrate, fold_batchnorm
 from nafi.graph.permute import permute, permute_state, random_permutations
-from nafi.graph.rebuild import rebuild, resize_state
+from nafi.graph.rebuild import rebuild, resize_state, tied_widths, width_trouble
 from nafi.graph.rules import Call, Value, rule
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
 from nafi.graph.spectral import estimate_spectral, unit_spectral
@@ -71,6 +71,8 @@ __all__ = [
     "scatter",
     "shared_names",
     "stretches",
+    "tied_widths",
     "unit_spectral",
     "widened",
+    "width_trouble",
 ]

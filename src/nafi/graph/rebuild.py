@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,26 +43,68 @@ def rebuild(
         the function as it was.
     example_inputs: those of `groups`, which the spec remembers, unless others are given.
     """
+    inputs = _inputs_of(spec, example_inputs)
+    twin, trouble = _rebuilt(model, spec, widths, inputs)
+    if trouble is not None:
+        changed = [name for name, width in widths.items() if width != spec.groups[name].width]
+        raise SpecError(_advice(model, changed, inputs, trouble))
+    return twin
+
+
+def width_trouble(model: nn.Module, spec: ModelSpec, widths: Mapping[str, int]) -> str | None:
+    """Why a network cannot have these widths, if it cannot.
+
+    Cheaper than `rebuild`, which looks for the lines of code to blame.
+    """
+    try:
+        return _rebuilt(model, spec, widths, _inputs_of(spec, None))[1]
+    except SpecError as error:
+        return str(error)
+
+
+def tied_widths(model: nn.Module, spec: ModelSpec) -> list[tuple[str, ...]]:
+    """Groups that must have the same width, because one module has one size for all of them."""
+    ties = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and not module.proj_size:
+            names = [f"{path}.{name}".removeprefix(".") for name, _ in module.named_parameters()]
+            units = [
+                group
+                for name in names
+                if "weight_hh" in name
+                for group in sorted(spec.tensor(name).groups_on([1]))
+            ]
+            ties.append(tuple(dict.fromkeys(units)))
+    return [tie for tie in ties if len(tie) > 1]
+
+
+def _inputs_of(spec: ModelSpec, example_inputs: Inputs | None) -> Inputs:
     inputs = spec.example_inputs if example_inputs is None else example_inputs
     if inputs is None:
         raise SpecError("rebuild needs example_inputs to see that the new network runs")
     check_inputs(inputs)
+    return inputs
+
+
+def _rebuilt(
+    model: nn.Module, spec: ModelSpec, widths: Mapping[str, int], inputs: Inputs
+) -> tuple[nn.Module, str | None]:
+    """The network at other widths, and what is wrong with it, if anything."""
     new_spec = spec.resized(widths)
     changed = [name for name, width in widths.items() if width != spec.groups[name].width]
     state = resize_state(named_tensors(model), spec, widths)
     twin = load_resized(model, spec, new_spec, state)
     if not changed:
-        return twin
+        return twin, None
     see = partial(_trouble, model, twin, spec, new_spec, inputs)
     trouble = see()
-    sizes = _changed_sizes(spec, new_spec, changed)
     for level in (1, 2):
         # Modules of the user's own remember sizes as well, such as a number of heads.
         if trouble is not None:
-            trouble = _adapt(trouble, twin, sizes, _owners_above(spec, changed, level), see)
-    if trouble is not None:
-        raise SpecError(_advice(model, changed, inputs, trouble))
-    return twin
+            owners = _owners_above(spec, changed, level)
+            remembered = _remembered(twin, spec, new_spec, changed, owners)
+            trouble = _adapt(trouble, remembered, see)
+    return twin, trouble
 
 
 def resize_state(
@@ -222,60 +264,73 @@ def _update_attention(
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Remembered:
-    """A size that modules of one class keep in one attribute, and what it may have to become."""
+    """A size that modules of one class keep in one attribute.
 
-    modules: list[nn.Module]
+    modules: each with what the size may have to become in it
+    """
+
     attribute: str
     old: Any
-    new: Any
+    modules: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
-    def set(self, value: Any) -> None:
-        for module in self.modules:
-            setattr(module, self.attribute, value)
+    def change(self) -> None:
+        for module, new in self.modules:
+            setattr(module, self.attribute, new)
+
+    def restore(self) -> None:
+        for module, _ in self.modules:
+            setattr(module, self.attribute, self.old)
 
 
-def _adapt(
-    trouble: str, twin: nn.Module, sizes: Mapping[int, int], paths: Collection[str], see: _See
-) -> str | None:
+def _adapt(trouble: str, remembered: list[_Remembered], see: _See) -> str | None:
     """Change what modules remember of sizes, as little as the network needs; what is still wrong.
 
     A number that happens to equal a size, such as a window, is left alone: an attribute is changed
     only if the network does not run without.
     """
-    remembered = _remembered(twin, sizes, paths)
     # All of them, or all but one: a number that only looks like a size spoils the others.
-    attempts = [remembered, *(_without(remembered, k) for k in range(len(remembered)))]
-    for attempt in attempts if remembered else []:
+    for spared in [None, *remembered] if remembered else []:
         for size in remembered:
-            size.set(size.new if size in attempt else size.old)
+            size.change()
+        if spared is not None:
+            spared.restore()
         if see() is None:
-            for size in attempt:
-                size.set(size.old)
+            for size in remembered:
+                size.restore()
                 if see() is not None:
-                    size.set(size.new)
+                    size.change()
             return None
     for size in remembered:
-        size.set(size.old)
+        size.restore()
     return trouble
 
 
-def _without(remembered: list[_Remembered], index: int) -> list[_Remembered]:
-    return [size for k, size in enumerate(remembered) if k != index]
-
-
 def _remembered(
-    twin: nn.Module, sizes: Mapping[int, int], paths: Collection[str]
+    twin: nn.Module,
+    spec: ModelSpec,
+    new_spec: ModelSpec,
+    changed: list[str],
+    paths: Collection[str],
 ) -> list[_Remembered]:
-    """Attributes with the value of a size that changed; equal ones of one class go together."""
-    found: dict[tuple[type, str, Any], _Remembered] = {}
-    for path in paths:
-        module = twin.get_submodule(path)
-        for owner, attribute, old, new in _attributes_of_size(module, sizes):
+    """Attributes with the value of a size that changed; equal ones of one class go together.
+
+    A module remembers sizes of the tensors below it: blocks of a network may have other widths.
+    """
+    sizes_kept: dict[tuple[type, str, Any], _Remembered] = {}
+    for path in sorted(paths):
+        below = [g for g in changed if any(_is_below(t, path) for t in spec.tensors_of(g))]
+        sizes = _changed_sizes(spec, new_spec, below)
+        for owner, attribute, old, new in _attributes_of_size(twin.get_submodule(path), sizes):
             key = (type(owner), attribute, old)
-            found.setdefault(key, _Remembered([], attribute, old, new)).modules.append(owner)
-    return list(found.values())
+            kept = sizes_kept.setdefault(key, _Remembered(attribute, old))
+            kept.modules.append((owner, new))
+    return list(sizes_kept.values())
+
+
+def _is_below(tensor: str, path: str) -> bool:
+    return not path or tensor.startswith(f"{path}.")
 
 
 def _attributes_of_size(
