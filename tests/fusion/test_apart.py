@@ -67,7 +67,18 @@ def fuse_apart(
     return model, shared
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in TIED])
+# One of each kind for the inner loop.
+FAST = {"mlp_2", "lenet_flatten", "unet_bilinear", "resnet_basic", "self_attention", "gru"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in NAMES
+        if name not in TIED
+    ],
+)
 def test_models_apart_are_their_mean(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     model, inputs = zoo.seeded(name)

@@ -44,6 +44,7 @@ def integrated(name: str, before: norm, after: norm) -> float:
     raise AssertionError(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(DIVERGENCES))
 @settings(max_examples=25, deadline=None)
 @given(m0=shift, w=shift, p0=positive, t=st.one_of(st.just(0.0), positive))
