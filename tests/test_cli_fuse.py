@@ -12,6 +12,7 @@ from torch import nn
 
 import nafi
 from nafi.checkpoints import read
+from nafi.fusion import make_method
 from tests.pages import Page
 from tests.test_cli import WITHOUT_LAB, complaint, run, started
 
@@ -92,7 +93,8 @@ def test_json_and_options(folder: Path) -> None:
     )
     assert code == 0, err
     told = json.loads(out)
-    assert told["options"] == {"mass": 2.0, "max_width": 1.5, "restore_norm": False}
+    given = {"mass": 2.0, "max_width": 1.5, "restore_norm": False}
+    assert told["options"] == make_method("pfnm", **given).settings()
     assert read(folder / "g.safetensors")[1].sample_count == 60
     assert [row["width"] for row in told["groups"]] == [15, 12]
     assert [sum(row["shared"]) for row in told["groups"]] == [15, 12]

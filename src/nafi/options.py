@@ -145,6 +145,10 @@ class Options:
         owner: what the error calls the object, such as "method nafi"
         """
         check_names(options, cls.option_names(), owner)
+        required = (info.name for info in cls.describe() if info.default is dataclasses.MISSING)
+        missing = [name for name in required if name not in options]
+        if missing:
+            raise InputError(f"{owner} needs the option {', '.join(missing)}")
         return cls(**options)
 
     def settings(self) -> dict[str, Any]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import nafi
 from nafi.errors import InputError, NafiError
 from nafi.fusion import METHODS as REGISTRY
-from nafi.fusion import AligningMethod, make_method, option_names
+from nafi.fusion import AligningMethod, FedAvg, make_method, option_names
 from nafi.graph import permute
 from nafi.graph.permute import random_permutations
+from nafi.options import option, whole
 from tests.fusion.networks import MLP, gap, outputs, seeded, trained_norms
 
 METHODS = list(REGISTRY)
@@ -231,7 +233,7 @@ def test_a_method_that_is_made_takes_no_further_options() -> None:
     found = nafi.fuse(clients(), INPUTS, made)
     assert found.widths == nafi.fuse(clients(), INPUTS, penalty=0.2).widths
     assert found.diagnostics["options"]["penalty"] == 0.2
-    with pytest.raises(InputError, match="nafi is made already; give it mass there"):
+    with pytest.raises(InputError, match=r"pass mass to Nafi\(...\) itself"):
         nafi.fuse(clients(), INPUTS, made, mass=2.0)
 
 
@@ -239,3 +241,39 @@ def test_a_method_that_is_made_takes_no_further_options() -> None:
 def test_every_result_can_be_scored(method: str) -> None:
     found = nafi.fuse(clients(), INPUTS, method, validate=lambda model: 7.0)
     assert found.diagnostics["score"] == 7.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting(FedAvg):
+    """A method with an option that must be given, and something to report."""
+
+    name: ClassVar[str] = "reporting"
+    share: int = option(whole(1))
+
+    def fuse(self, prepared: Any, progress: Any) -> nafi.FusionResult:
+        return replace(super().fuse(prepared, progress), diagnostics={"mine": self.share})
+
+
+@pytest.mark.parametrize("validate", [None, lambda model: 1.0])
+def test_what_a_method_reports_is_kept(validate: Any) -> None:
+    found = nafi.fuse(clients(), INPUTS, Reporting(share=3), validate=validate)
+    assert found.diagnostics["mine"] == 3
+    assert found.diagnostics["options"] == {"share": 3}
+    with pytest.raises(InputError, match="method reporting needs the option share"):
+        Reporting.from_options({}, "method reporting")
+
+
+def test_a_limit_of_one_tied_group_holds_for_all() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.LSTM(3, 4, num_layers=2, batch_first=True)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    models = [Reader() for _ in range(3)]
+    found = nafi.fuse(models, (torch.randn(2, 5, 3),), penalty=0.0, max_width={"body": 5})
+    assert set(found.widths.values()) == {5}

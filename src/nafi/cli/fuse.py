@@ -78,6 +78,10 @@ def fuse(
     command_options |= {"batchnorm": batchnorm, "seed": seed}
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
+    chosen.check_one_variant()
+    chosen.check_uses(class_counts=class_counts, sample_counts=sample_counts)
+    if method == "ensemble":
+        raise InputError("an ensemble is several models, not one; there is nothing to write")
     with print_warnings():
         files = load_clients(checkpoints, model, input_shape or [])
     # What files know of their data is used where the method can; what the user gives must be.
@@ -108,7 +112,7 @@ def fuse(
         example_inputs=files.example_inputs,
         class_counts=None
         if counts is None
-        else [sum(column) for column in zip(*counts, strict=True)],
+        else [sum(map(float, column)) for column in zip(*counts, strict=True)],
         sample_count=None if samples is None else sum(samples),
         overwrite=force,
     )

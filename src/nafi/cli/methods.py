@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nafi.cli.app import AS_JSON, app
+from nafi.cli.app import AS_JSON, app, tell
 
 if TYPE_CHECKING:
     from nafi.fusion import Method
@@ -23,11 +23,14 @@ def methods(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """List the methods of fusion, or the options of one of them."""
-    from nafi.fusion import METHODS, option_names
+    from nafi.fusion import METHODS, method_names, option_names
 
     if name is not None:
         option_names(name)  # which refuses an unknown one
-    described = [_describe(METHODS[known]) for known in ([name] if name else METHODS)]
+    known = [name] if name else method_names()
+    for broken in set(METHODS) - set(method_names()) if name is None else ():
+        tell(f"method {broken} cannot be imported: nafi methods {broken} says why")
+    described = [_describe(METHODS[method]) for method in known]
     if as_json:
         typer.echo(json.dumps(described[0] if name else described, indent=2, default=str))
     elif name is None:

@@ -22,7 +22,7 @@ from nafi.experiments.methods import fuse_clients
 from nafi.experiments.models import MLP, draw_weights
 from nafi.experiments.partition import class_counts, dirichlet_partition
 from nafi.experiments.training import PAPER, train_clients
-from nafi.fusion import METHODS
+from nafi.fusion import method_names
 
 CLIENTS = 8
 ALPHA = 0.5
@@ -36,7 +36,7 @@ _STRICTER = ("nafi, penalty 0.2", "nafi", {"penalty": 0.2})
 def _rows() -> list[tuple[str, str, dict[str, Any]]]:
     """Label, method and options of every row: each method as it comes, the ensemble at the end."""
     # Optimal transport needs a package of its own.
-    names = [name for name in METHODS if name != "ot" or find_spec("ot") is not None]
+    names = [name for name in method_names() if name != "ot" or find_spec("ot") is not None]
     names.remove("ensemble")
     plain: list[tuple[str, str, dict[str, Any]]] = [(n, n, {}) for n in reversed(names)]
     return [*plain, _STRICTER, ("ensemble", "ensemble", {})]

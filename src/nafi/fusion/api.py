@@ -85,7 +85,7 @@ def fuse(
     diagnostics = {
         "method": chosen.name,
         "models": len(clients),
-        "options": chosen.differences(type(chosen)()),
+        "options": chosen.settings(),
         "seconds": time.perf_counter() - start,
     }
     return replace(result, diagnostics={**diagnostics, **result.diagnostics})
@@ -101,7 +101,8 @@ def _best(method: Method, prepared: Any, validate: Validate, progress: Progress)
         entry = {**variant.differences(method), "score": score}
         scores.append({**entry, "widths": result.widths})
         if score > highest:
-            best, highest = replace(result, diagnostics={**entry, "scores": scores}), score
+            diagnostics = {**result.diagnostics, **entry, "scores": scores}
+            best, highest = replace(result, diagnostics=diagnostics), score
     if best is None:
         raise InputError("validate: every score is NaN or minus infinity; there is no best")
     return best

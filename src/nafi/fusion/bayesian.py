@@ -23,14 +23,18 @@ from nafi.fusion.screen import Screen
 from nafi.fusion.widths import MAX_WIDTH, MaxWidth, width_limits
 from nafi.graph import Inputs, ModelSpec
 from nafi.matching import DIVERGENCES
-from nafi.options import Constraint, number, one_of, option
+from nafi.options import Constraint, number, one_of, option, optional
 
 DIRECTIONS = ("bottom-up", "top-down")
 _PENALTY = number(at_least=0)
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _is_penalty(value: Any) -> bool:
-    several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    several = np.ndim(value) == 1 if isinstance(value, np.ndarray) else _is_list(value)
     return (
         all(map(_PENALTY.allows, value)) and len(value) > 0 if several else _PENALTY.allows(value)
     )
@@ -53,8 +57,8 @@ class Bayesian(MatchingOptions, AligningMethod):
 
     direction: str = option(one_of(DIRECTIONS), "bottom-up")
     max_width: MaxWidth = option(MAX_WIDTH, None)
-    clip: float | None = None
-    trim: float = 0.0
+    clip: float | None = option(optional(number(above=0)), None)
+    trim: float = option(number(at_least=0, below=0.5), 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

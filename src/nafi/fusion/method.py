@@ -53,6 +53,9 @@ class Method(Options, ABC):
         """The methods to choose from by a score, where an option lists several values."""
         return (self,)
 
+    def check_available(self) -> None:
+        """Refuse a method whose packages are not installed."""
+
     def check_one_variant(self) -> None:
         """Refuse a list of values where there is no score to choose by."""
         first, *others = self.variants()
@@ -67,8 +70,7 @@ class Method(Options, ABC):
         """Refuse what is known of the clients' data and does not count for this method."""
         for name, value in known.items():
             if value is not None and name not in self.uses:
-                used = ", ".join(sorted(self.uses)) or "none of the kind"
-                raise InputError(f"{name}: method {self.name} does not use them (it uses {used})")
+                raise InputError(f"{name}: method {self.name} does not use them; leave them out")
 
     def used(self, **known: Any) -> dict[str, Any]:
         """Of what is known of the clients' data, the part that counts for this method."""

@@ -100,7 +100,10 @@ def check_moments(networks: Networks) -> dict[str, list[Array]]:
                     f"input_moments of {label}: {name} is no weight of a linear or convolutional "
                     "layer; nafi.input_moments says which have moments"
                 )
-            array = np.asarray(values, dtype=np.float64)
+            try:
+                array = np.asarray(values, dtype=np.float64)
+            except (TypeError, ValueError):
+                raise InputError(f"input_moments of {label}: {name} needs numbers") from None
             size = spec.shape(name)[INPUT_AXIS]
             if array.shape != (size,) or not np.isfinite(array).all() or (array < 0).any():
                 raise InputError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from inspect import isabstract
 from typing import Any, ClassVar
 
 from nafi.errors import InputError
@@ -56,16 +57,17 @@ METHODS = Registry()
 def _load(point: EntryPoint) -> type[Method]:
     """The class that an entry point names."""
     try:
-        method = point.load()
+        method: type[Method] = point.load()
     except Exception as error:
         raise InputError(
             f"method {point.name} ({point.value}) cannot be imported: {type(error).__name__}: "
             f"{error}; mend or remove the package that provides it"
         ) from error
-    if not (isinstance(method, type) and issubclass(method, Method) and method.name == point.name):
+    complete = isinstance(method, type) and issubclass(method, Method) and not isabstract(method)
+    if not complete or getattr(method, "name", None) != point.name:
         raise InputError(
             f"method {point.name}: {point.value} is not a class derived from nafi.fusion.Method "
-            f"whose name is {point.name!r}"
+            f"with all of its methods and the name {point.name!r}"
         )
     return method
 
@@ -79,10 +81,13 @@ def make_method(method: str | Method, **options: Any) -> Method:
     if isinstance(method, Method):
         if options:
             raise InputError(
-                f"method: {method.name} is made already; give it {', '.join(options)} there"
+                f"pass {', '.join(options)} to {type(method).__name__}(...) itself, or give the "
+                "method by its name"
             )
         return method
-    return method_class(method).from_options(options, f"method {method}")
+    made = method_class(method).from_options(options, f"method {method}")
+    made.check_available()
+    return made
 
 
 def method_class(name: str) -> type[Method]:

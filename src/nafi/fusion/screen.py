@@ -1,4 +1,4 @@
-"""Models of strangers: how much of each is taken.
+"""Byzantine-robust aggregation: what clients send is clipped and trimmed.
 
 Hides: what is usual among clients. Promises: as long as most clients are honest, no client's neuron
 is longer than a multiple of what is usual, and no number of the mean, before norms are restored,

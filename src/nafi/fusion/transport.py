@@ -46,7 +46,7 @@ class Transport(AligningMethod):
     restore_norm: bool = option(SWITCH, False)
 
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
-        exact_transport()
+        self.check_available()
         if self.reference is not None:
             whole(0, len(clients) - 1).check(self.reference, "reference")
         networks = super().prepare(clients, example_inputs, spec)

@@ -58,6 +58,8 @@ def width_limits(
         else:
             limit = max_width.get(name) if isinstance(max_width, Mapping) else max_width
             limits[name] = _limit(limit, name, local)
+    for tie in networks.tied_widths:  # they will have one width
+        limits |= dict.fromkeys(tie, min(limits[name] for name in tie))
     return limits
 
 

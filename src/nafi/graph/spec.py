@@ -332,16 +332,25 @@ class ModelSpec:
 def _check_groups(groups: Mapping[str, NeuronGroup], tensors: Mapping[str, TensorSpec]) -> None:
     """Refuse what refers to groups, axes and tensors that there are not."""
     for group in groups.values():
+        if not _is_size(group.width):
+            raise SpecError(f"group {group.name} has the width {group.width!r}")
         if group.parent is not None and group.parent not in groups:
             raise SpecError(f"group {group.name} has an unknown parent {group.parent!r}")
     for name, tensor in tensors.items():
         unknown = tensor.groups - set(groups)
         if unknown:
             raise SpecError(f"{name} refers to unknown groups {sorted(unknown)}")
+        factors = [f for axis in tensor.axes for segment in axis for f in segment.factors]
+        if not all(isinstance(factor, str) or _is_size(factor) for factor in factors):
+            raise SpecError(f"{name} has axes of {factors}, expected groups and sizes from 1 on")
         if any(not 0 <= axis < len(tensor.axes) for axis in tensor.reads):
             raise SpecError(f"{name} reads axes {list(tensor.reads)}, but has {len(tensor.axes)}")
         if tensor.bias is not None and tensor.bias not in tensors:
             raise SpecError(f"{name} has an unknown bias {tensor.bias!r}")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _may_differ(group: NeuronGroup) -> tuple[bool, bool]:
