@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import nafi
 from nafi.checkpoints import load_clients
 from nafi.errors import InputError, NafiError
-from nafi.fusion import FusionWarning
+from nafi.fusion import FusionWarning, make_method
 from tests.fusion.networks import gap, seeded
 
 IMAGES = (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)),)
@@ -257,3 +258,11 @@ def test_double_precision_models_are_not_changed() -> None:
     for model, state in zip(models, before, strict=True):
         for name, tensor in model.state_dict().items():
             assert np.array_equal(tensor.numpy(), state[name].numpy()), name
+
+
+def test_transport_without_its_package_is_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ot", None)
+    with pytest.raises(NafiError, match=r"pip install 'nafi\[ot\]'"):
+        make_method("ot")

@@ -45,6 +45,9 @@ class Transport(AligningMethod):
     metric: str = option(one_of(METRICS), "euclidean")
     restore_norm: bool = option(SWITCH, False)
 
+    def check_available(self) -> None:
+        exact_transport()
+
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
         self.check_available()
         if self.reference is not None:
