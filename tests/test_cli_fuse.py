@@ -238,3 +238,20 @@ def test_without_the_laboratory_a_page_is_refused_before_any_work(folder: Path) 
     assert done.stderr == hint
     assert not (folder / "g.safetensors").exists()
     assert started(*arguments, cwd=folder, code=WITHOUT_LAB).returncode == 0
+
+
+def test_what_the_user_gives_comes_before_what_files_say(folder: Path) -> None:
+    """Class counts in the files would count for more than samples on the command line."""
+    files = [f"{s}.safetensors" for s in range(2)]
+    for s, file in enumerate(files):
+        counts = [5 + s, 1, 2]
+        nafi.save(network(s, 10), folder / file, factory="networks:net", class_counts=counts)
+    results = []
+    for options in ([], ["--sample-counts", "1,200"]):
+        done = run("fuse", *files, "--out", "g.safetensors", "--force", *options, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        results.append(read(folder / "g.safetensors")[0])
+    assert any(not results[0][name].equal(results[1][name]) for name in results[0])
+    both = ["--sample-counts", "1,2", "--class-counts", "counts.json"]
+    done = run("fuse", *files, "--out", "h.safetensors", *both, cwd=folder)
+    assert (done.returncode, "not both" in done.stderr) == (2, True)

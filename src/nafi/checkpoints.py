@@ -27,6 +27,7 @@ from nafi.fusion import FusionResult, FusionWarning
 from nafi.graph import (
     Inputs,
     ModelSpec,
+    check_inputs,
     fold_batchnorm,
     groups,
     named_tensors,
@@ -70,6 +71,8 @@ def save(
         raise InputError(f"factory: found {factory!r}, expected 'package.module:function'")
     counts = None if class_counts is None else _check_counts(class_counts, "class_counts")
     count = None if sample_count is None else _check_counts([sample_count], "sample_count")[0]
+    if example_inputs is not None:
+        check_inputs(example_inputs)
     aliases = shared_names(network)
     state = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 import nafi
 from nafi.checkpoints import load_clients
 from nafi.errors import InputError, NafiError
-from nafi.fusion import FusionWarning, make_method
+from nafi.fusion import (
+    FusionWarning,
+    Nafi,
+    align_to_one,
+    check_clients,
+    make_method,
+    prepare_networks,
+)
 from tests.fusion.networks import gap, seeded
 
 IMAGES = (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)),)
@@ -266,3 +273,14 @@ def test_transport_without_its_package_is_refused_before_any_work(
     monkeypatch.setitem(sys.modules, "ot", None)
     with pytest.raises(NafiError, match=r"pip install 'nafi\[ot\]'"):
         make_method("ot")
+
+
+def test_slips_are_answered() -> None:
+    models = [small(s) for s in range(2)]
+    with pytest.raises(InputError, match=r"found a class, expected Nafi\(\) or a name"):
+        nafi.fuse(models, INPUTS, Nafi)  # type: ignore[arg-type]
+    networks = prepare_networks(check_clients(models, None, None, None), INPUTS, None, "attach")
+    with pytest.raises(InputError, match="reference: found 7, expected a whole number from 0 to 1"):
+        align_to_one(networks, 7, "euclidean", lambda costs: costs, lambda *_: None)
+    with pytest.raises(NafiError, match=r"write \(x,\)"):
+        nafi.save(models[0], "never.safetensors", example_inputs=INPUTS[0])

@@ -79,6 +79,8 @@ def fuse(
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
     chosen.check_one_variant()
+    if class_counts is not None and sample_counts is not None:
+        raise InputError("give --class-counts or --sample-counts, not both")
     chosen.check_uses(class_counts=class_counts, sample_counts=sample_counts)
     if method == "ensemble":
         raise InputError("an ensemble is several models, not one; there is nothing to write")
@@ -93,7 +95,8 @@ def fuse(
     if class_counts is not None:
         used["class_counts"] = read_json(class_counts)
     if sample_counts is not None:
-        used["sample_counts"] = _numbers(sample_counts)
+        # Classes would count for more than samples: what the user gives comes first.
+        used = {"sample_counts": _numbers(sample_counts)}
     with print_warnings(), progress_bar(as_json) as progress:
         result = fuse_models(
             files.models,

@@ -92,6 +92,8 @@ def make_method(method: str | Method, **options: Any) -> Method:
 
 def method_class(name: str) -> type[Method]:
     """Look a method up."""
+    if isinstance(name, type):
+        raise InputError(f"method: found a class, expected {name.__name__}() or a name")
     if not isinstance(name, str) or name not in METHODS:
         raise InputError(f"method: found {name!r}, expected one of {', '.join(METHODS)}")
     return METHODS[name]

@@ -69,6 +69,7 @@ def align_to_one(
 
     solver: (J, I) costs -> (J, I) plan
     """
+    whole(0, len(networks.specs) - 1).check(reference, "reference")
     placements: list[dict[str, Placement]] = [{} for _ in networks.specs]
     total = len(networks.spec.groups)
     while len(placements[0]) < total:

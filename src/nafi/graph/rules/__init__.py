@@ -38,5 +38,7 @@ def apply(call: Call) -> list[Value]:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration):
         result = unknown(call)  # a variant of the operation that the rule was not written for
     values = result if isinstance(result, list) else [result]
+    if not all(isinstance(value, Value) for value in values):
+        return unknown(call)
     shapes = [[size_of(axis) for axis in value.axes] for value in values]
     return values if shapes == [list(shape) for shape in call.op.shapes] else unknown(call)
