@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from nafi.errors import InputError
-from nafi.experiments import report_of
+from nafi.experiments import read_records, report_of
 from nafi.reports import score_table, sections, write_markdown, write_page
-from nafi.reports.records import Paper, Summary, compared_table, markdown, width_table
-from nafi.reports.views import USUAL, VIEWS
+from nafi.reports.records import Paper, Summary, TextTable, compared_table, markdown, width_table
+from nafi.reports.views import USUAL, VIEWS, Material
 from tests.pages import Page
 
 
@@ -112,6 +112,17 @@ def test_a_report_of_a_profile_cites_its_command() -> None:
     assert section.command == "nafi run mnist-nets --profile quick --trials 1"
 
 
+def test_a_report_of_a_users_own_experiment_cites_its_file() -> None:
+    plain = record("nafi", 0, 90.0, experiment="mine")
+    config = {"name": "mine", "profile": "quick", "title": "Q"}
+    quick = record("nafi", 0, 90.0, experiment="mine-quick", config=config)
+    found = sections({"mine": [plain], "mine-quick": [quick]}, report_of)
+    assert [section.command for section in found] == [
+        "nafi run mine.toml --trials 1",
+        "nafi run mine.toml --profile quick --trials 1",
+    ]
+
+
 def test_an_experiment_of_the_users_names_its_own_views() -> None:
     own = {"views": ["widths", "score"], "titles": {"score": "Mine"}}
     records = [{**r, "experiment": "mine", "report": own} for r in NETS]
@@ -119,6 +130,41 @@ def test_an_experiment_of_the_users_names_its_own_views() -> None:
     assert [table.title for table in section.tables] == ["Widths of the fused networks", "Mine"]
     with pytest.raises(InputError, match="there is no view 'scores'; known: score"):
         sections({"mine": [{**NETS[0], "report": {"views": ["scores"]}}]}, report_of)
+
+
+def test_any_view_can_have_another_title() -> None:
+    for name, records in runs().items():
+        for view in VIEWS:
+            report = {"views": [view], "titles": {view: "Another title"}}
+            (section,) = sections({name: [{**r, "report": report} for r in records]})
+            assert {table.title for table in section.tables} <= {"Another title"}
+            if not section.tables:
+                assert all("Another title" in figure for figure in section.figures)
+
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.jsonl")), ids=lambda file: file.stem)
+def test_any_view_goes_with_any_experiment(file: Path) -> None:
+    material = Material(read_records(file))
+    made = {name: list(view(material)) for name, view in VIEWS.items()}
+    assert made["score"]
+    assert bool(made["penalty"]) == (file.stem == "mnist-sensitivity")
+    assert bool(made["size"]) == file.stem.startswith("mnist")
+
+
+def test_views_leave_out_what_they_are_not_made_for() -> None:
+    """Methods without widths, without a penalty, or with one of several."""
+    size = list(VIEWS["size"](Material([*NETS, record("fedavg", 0, 80.0, widths=[])])))
+    assert isinstance(size[0], TextTable)
+    assert size[0].headings == ("clients", "pfnm", "nafi")
+    records = [*runs()["mnist-sensitivity"], record("fedavg", 0, 80.0)]
+    penalty = list(VIEWS["penalty"](Material(records)))
+    assert isinstance(penalty[0], TextTable)
+    assert penalty[0].headings == ("clients", "1e-08", "0.1", "1")
+    other = record("pfnm", 0, 80.0, chosen={"penalty": 0.1})
+    assert not list(VIEWS["penalty"](Material([*records, other])))
 
 
 def test_an_experiment_that_says_nothing_gets_the_usual_views() -> None:

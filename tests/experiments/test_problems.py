@@ -22,7 +22,7 @@ from nafi.experiments import PROBLEMS, Experiment, load_data, load_experiment, r
 from nafi.experiments.cells import cells
 from nafi.experiments.clients import population
 from nafi.experiments.data import Dataset
-from nafi.experiments.models import drawn_mlp
+from nafi.experiments.models import draw_weights, drawn_mlp
 from nafi.experiments.trials import load_trial
 from nafi.federated import Samples, Training, train
 from nafi.federated.randomness import seeded
@@ -144,6 +144,13 @@ def test_first_weights_are_those_of_the_public_code() -> None:
         else:
             expected = torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator)
             assert torch.equal(parameter, expected)
+
+
+def test_biases_are_told_by_their_shape() -> None:
+    model = nn.ParameterDict({"shift": torch.zeros(4), "unbias": torch.zeros(4, 3)})
+    draw_weights(model)
+    assert torch.equal(model["shift"], torch.full((4,), 0.1))
+    assert model["unbias"].unique().numel() > 1
 
 
 def test_a_missing_package_of_the_laboratory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

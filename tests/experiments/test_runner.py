@@ -506,6 +506,7 @@ def test_a_run_in_rounds_goes_on_from_its_last_round(
 
 
 METHOD = 'name = "a"\ntitle = "b"\nclients = [2]\n[[methods]]\nname = "n"\n'
+IN_ROUNDS = "rounds = 2\n" + METHOD
 
 
 @pytest.mark.parametrize(
@@ -526,6 +527,32 @@ METHOD = 'name = "a"\ntitle = "b"\nclients = [2]\n[[methods]]\nname = "n"\n'
         (METHOD + 'method = "ot"\ngrid = { penalty = [1] }', "n: ot has no option 'penalty'"),
         (METHOD + 'method = "nafi"\noptions = { penalty = -1 }', "method n: penalty: found -1"),
         (METHOD + 'method = "local"\noptions = { rate = "x" }', "method n: rate: found 'x'"),
+        (METHOD + 'method = "nafi"\noptions = { penalty = [0.1, 0.2] }', "n: penalty: a list"),
+        (METHOD + 'method = "nafi"\noptions = { calibrate = 2.5 }', "n: calibrate: found 2.5"),
+        (IN_ROUNDS + 'method = "fedavg"\noptions = { calibrate = -1 }', "n: calibrate: found -1"),
+        (IN_ROUNDS + 'method = "fedavg"\noptions = { rounds = "3" }', "n: rounds: found '3'"),
+        (IN_ROUNDS + 'method = "fedavg"\noptions = { trim = 0.7 }', "n: trim: found 0.7"),
+        (IN_ROUNDS + 'method = "fedprox"\noptions = { proximal = -1 }', "n: proximal: found -1"),
+        (IN_ROUNDS + 'method = "fedadam"\noptions = { beta1 = 1.0 }', "n: beta1: found 1.0"),
+        (
+            IN_ROUNDS + 'method = "layerwise"\noptions = { divergence = "kll" }',
+            "n: divergence: found",
+        ),
+        (IN_ROUNDS + 'method = "layerwise"\noptions = { freeze = 1 }', "n: freeze: found 1"),
+        (
+            IN_ROUNDS + 'method = "layerwise"\noptions = { penalty = [0.1, 0.2] }',
+            "n: penalty: a list",
+        ),
+        (IN_ROUNDS + 'method = "layerwise"\noptions = { method = "ot" }', "n: method: found 'ot'"),
+        ("hidden = []\n" + METHOD + 'method = "nafi"', "my.toml: hidden: "),
+        ("hidden = [-1]\n" + METHOD + 'method = "nafi"', "my.toml: hidden.0: "),
+        (METHOD.replace("[2]", "[2, 0]") + 'method = "nafi"', "my.toml: clients.1: "),
+        (METHOD.replace("[2]", "[-2]") + 'method = "nafi"', "my.toml: clients.0: "),
+        ("widths = [5, -5]\n" + METHOD + 'method = "nafi"', "my.toml: widths.1: "),
+        (
+            METHOD + 'method = "nafi"\n[report]\nviews = ["score"]\ntitles = { widths = "W" }',
+            "report: titles: 'widths' is none of the views score",
+        ),
         (METHOD + 'method = "nafi"\nwidths_of = "n"', "widths_of needs an experiment in rounds"),
         ("widths = [5]\nhidden = [2]\n" + METHOD + 'method = "nafi"', "hidden: the network"),
         ("profile = 3\n" + METHOD + 'method = "nafi"', r"expected tables \[profile.NAME\]"),

@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PositiveFloat,
+    PositiveInt,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -105,12 +106,20 @@ class ReportConfig(_Strict):
     """What a report shows of the records.
 
     views: names of tables and figures, see `nafi.reports`; none for those of any experiment
-    titles: view -> another title; paper: what the view "paper" compares with
+    titles: view -> another title for its tables, or for its figure if it has no table
+    paper: what the view "paper" compares with
     """
 
     views: list[str] = []
     titles: dict[str, str] = {}
     paper: PaperConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_titles(self) -> Self:
+        for name in self.titles:
+            if self.views and name not in self.views:
+                raise ValueError(f"titles: {name!r} is none of the views {', '.join(self.views)}")
+        return self
 
     def as_table(self) -> dict[str, Any]:
         """What is said in it, as plain data."""
@@ -140,10 +149,10 @@ class Experiment(_Strict):
     size: tuple[int, int] | None = None
     trials: int = Field(default=5, ge=1)
     seed: int = Field(default=0, ge=0)
-    clients: list[int] = Field(min_length=1)
-    hidden: list[int] = [1]
+    clients: list[PositiveInt] = Field(min_length=1)
+    hidden: list[PositiveInt] = Field(default=[1], min_length=1)
     width: int = Field(default=100, ge=1)
-    widths: list[int] | None = Field(default=None, validate_default=True)
+    widths: list[PositiveInt] | None = Field(default=None, validate_default=True)
     alpha: float = Field(default=0.5, gt=0)
     validation: float = Field(default=0.1, gt=0, lt=1)
     samples: int | None = Field(default=None, ge=1)
@@ -255,11 +264,22 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Ex
 
 
 def report_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The [report] table for a record: its own, or that of the experiment of its name."""
-    if isinstance(record.get("report"), dict):
-        return dict(record["report"])
+    """The [report] table for a record: its own, or that of the experiment of its name.
+
+    Under "run" it has what `nafi run` is given to run the experiment: its name if it comes with
+    nafi, else a file of that name.
+    """
     config = record.get("config")
     name = config.get("name") if isinstance(config, dict) else None
+    own = record.get("report")
+    table = own if isinstance(own, dict) else packaged_report(name)
+    if name is None:
+        return dict(table)
+    return {**table, "run": name if name in experiment_names() else f"{name}.toml"}
+
+
+def packaged_report(name: str | None) -> dict[str, Any]:
+    """The [report] table of an experiment that comes with nafi; empty for any other."""
     if name not in experiment_names():
         return {}
     return load_experiment(str(name)).report.as_table()

@@ -1,7 +1,8 @@
 """The methods that an experiment can name.
 
 Hides: that one shot takes them from `nafi.fuse` and rounds from the strategies. Promises: the same
-questions for both; an option that a method does not have is refused before any client trains.
+questions for both; an option that a method does not have, or not with this value, is refused before
+any client trains, as far as that can be told without the network.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from nafi.errors import InputError
 from nafi.federated import STRATEGIES, Training
 from nafi.federated import option_names as strategy_options
-from nafi.fusion import METHODS, FusionResult, fuse, make_method
+from nafi.fusion import METHODS, FusionResult, Screen, fuse, make_method, method_names
 from nafi.fusion import option_names as method_options
 from nafi.graph import ModelSpec
+from nafi.options import whole
 
 LOCAL = "local"
 _OF_TRAINING = tuple(f.name for f in fields(Training))
+_OF_LABORATORY = {"rounds": whole(1), "calibrate": whole(0)}
 
 Options = Mapping[str, Any]
 
@@ -39,9 +42,38 @@ def check_method(method: str, candidates: Sequence[Options], in_rounds: bool) ->
                 raise InputError(
                     f"{method} has no option {option!r}; its options: {', '.join(listed)}"
                 )
-        Training(**training_options(candidate))
-        if method in METHODS and not in_rounds:
-            make_method(method, **fusion_options(candidate))
+        _check_values(method, candidate, in_rounds)
+
+
+def _check_values(method: str, candidate: Options, in_rounds: bool) -> None:
+    Training(**training_options(candidate))
+    for name, constraint in _OF_LABORATORY.items():
+        if name in candidate:
+            constraint.check(candidate[name], name)
+    if method == LOCAL:
+        return
+    if in_rounds:
+        _check_strategy(method, fusion_options(candidate))
+    else:
+        make_method(method, **fusion_options(candidate)).check_one_variant()
+
+
+def _check_strategy(name: str, options: Options) -> None:
+    """Refuse values that a strategy would refuse with any network."""
+    kind = STRATEGIES[name]
+    left = {**fusion_options(kind.defaults), **options}
+    own = {f.name: left.pop(f.name) for f in fields(kind) if f.name in left and f.name != "method"}
+    for field in fields(kind):
+        if field.name in own and "constraint" in field.metadata:
+            field.metadata["constraint"].check(own[field.name], field.name)
+    Screen(own.get("clip"), own.get("trim", 0.0))
+    if kind.method_kind is None:
+        return
+    known = method_names(kind.method_kind)
+    method = make_method(left.pop("method", known[0]), **left)
+    if not isinstance(method, kind.method_kind):
+        raise InputError(f"method: found {method.name!r}, expected one of {', '.join(known)}")
+    method.check_one_variant()
 
 
 def option_names(method: str, in_rounds: bool) -> list[str]:
@@ -49,7 +81,7 @@ def option_names(method: str, in_rounds: bool) -> list[str]:
     if method == LOCAL:
         return list(_OF_TRAINING)
     if in_rounds:
-        return [*strategy_options(method), "rounds", "calibrate"]
+        return [*strategy_options(method), *_OF_LABORATORY]
     return [*method_options(method), *_OF_TRAINING, "calibrate"]
 
 
@@ -59,8 +91,8 @@ def training_options(options: Options) -> dict[str, Any]:
 
 
 def fusion_options(options: Options) -> dict[str, Any]:
-    """Those options of a candidate that are for the fusion in one shot."""
-    others = (*_OF_TRAINING, "calibrate")
+    """Those options of a candidate that are for the fusion, or for the strategy in rounds."""
+    others = (*_OF_TRAINING, *_OF_LABORATORY)
     return {name: value for name, value in options.items() if name not in others}
 
 

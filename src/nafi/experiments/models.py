@@ -135,8 +135,8 @@ def draw_weights(
 ) -> nn.Module:
     """Weights from N(0, deviation^2), biases 0.1, as in the public code; in place."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
                 parameter.fill_(0.1)
             else:
                 parameter.normal_(0.0, deviation, generator=generator)

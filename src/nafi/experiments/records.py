@@ -17,7 +17,7 @@ import torch
 
 from nafi.errors import InputError
 from nafi.experiments.cells import Cell, Key
-from nafi.experiments.config import Experiment, report_of
+from nafi.experiments.config import Experiment, packaged_report
 from nafi.experiments.entries import DETAILS, Record
 from nafi.experiments.problems import PROBLEMS
 from nafi.files import atomic_path, check_writable
@@ -34,7 +34,7 @@ def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
     best = max(tried, key=lambda entry: entry["validation"])
     picked = max(tried, key=lambda entry: entry["test"])
     report = experiment.report.as_table()
-    known = report == report_of({"config": {"name": experiment.name}})
+    known = report == packaged_report(experiment.name)
     return {
         "experiment": experiment.label,
         "trial": cell.trial,

@@ -7,7 +7,7 @@ every number comes from the records, and which views are shown from the experime
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _BEGIN, _END = "<!-- generated: begin -->", "<!-- generated: end -->"
 
-# The [report] table for a record, as plain data; empty for the usual views.
+# The [report] table for a record, as plain data; without "views" for the usual ones, and with what
+# `nafi run` is given under "run", where that is known.
 ReportOf = Callable[[Record], Mapping[str, Any]]
 
 
@@ -104,7 +105,8 @@ def _section(
         else:
             drawn.append(figures.svg(shown))
     versions = ", ".join(f"{n} {number}" for n, number in records[0]["versions"].items())
-    return Section(config["title"], _command(name, records), tuple(tables), tuple(drawn), versions)
+    command = _command(report.get("run") or name, records)
+    return Section(config["title"], command, tuple(tables), tuple(drawn), versions)
 
 
 def _shown(
@@ -114,8 +116,23 @@ def _shown(
     views = report.get("views") or USUAL
     check_views(views)
     paper = Paper.of(report["paper"]) if report.get("paper") else Paper()
-    material = Material(records, report.get("titles") or {}, paper, photos)
-    return [shown for view in views for shown in VIEWS[view](material)]
+    material = Material(records, paper, photos)
+    titles = report.get("titles") or {}
+    return [
+        shown for view in views for shown in _titled(list(VIEWS[view](material)), titles.get(view))
+    ]
+
+
+def _titled(made: list[TextTable | Figure], title: str | None) -> list[TextTable | Figure]:
+    """What a view made, with another title: of its tables, or of its figure if it has none."""
+    if title is None:
+        return made
+    if any(isinstance(shown, TextTable) for shown in made):
+        return [replace(s, title=title) if isinstance(s, TextTable) else s for s in made]
+    for shown in made:
+        if not isinstance(shown, TextTable):
+            shown.suptitle(title)
+    return made
 
 
 def _command(name: str, records: Sequence[Record]) -> str:

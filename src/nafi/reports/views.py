@@ -46,12 +46,10 @@ Photos = Callable[[int, Mapping[str, Any]], tuple[Picture, Picture]]
 class Material:
     """What views are made of.
 
-    titles: view -> a title instead of its usual one
     photos: looks up what is not in records, for pictures of samples
     """
 
     records: Sequence[Record]
-    titles: Mapping[str, str] = field(default_factory=dict)
     paper: Paper = field(default_factory=Paper)
     photos: Photos | None = None
 
@@ -95,7 +93,7 @@ def _score(material: Material) -> Iterator[TextTable | Figure]:
     timed = any(r.get("rounds") for r in material.records)
     usual = material.metric.capitalize()
     usual += " after the last round" if timed else ", chosen on validation data"
-    yield score_table(material.records, material.titles.get("score", usual))
+    yield score_table(material.records, usual)
 
 
 @view("test-picked")
@@ -120,11 +118,14 @@ def _widths(material: Material) -> Iterator[TextTable | Figure]:
 @view("size")
 def _size(material: Material) -> Iterator[TextTable | Figure]:
     """ln(J / sum J_s), as the paper's figure has it."""
+    records = [r for r in _of_one_width(material.records) if r["widths"]]
+    if not records:
+        return
     cells = by_cell(
-        material.records,
+        records,
         lambda r: log(sum(r["widths"]) / (r["clients"] * r["hidden"] * r["local_width"])),
     )
-    methods = in_order({r["method"] for r in material.records})
+    methods = in_order({r["method"] for r in records})
     rows = [(str(k[0]), *(str(row.get(m, "")) for m in methods)) for k, row in cells.items()]
     yield TextTable("ln(J / sum of J_s)", ("clients", *methods), tuple(rows))
     series = {
@@ -136,9 +137,13 @@ def _size(material: Material) -> Iterator[TextTable | Figure]:
 
 @view("penalty")
 def _penalty(material: Material) -> Iterator[TextTable | Figure]:
-    """Accuracy over the penalty and the number of clients."""
-    cells = by_cell(material.records, lambda r: r["test"])
-    names = {float(r["chosen"]["penalty"]): r["method"] for r in material.records}
+    """Accuracy over the penalty and the number of clients, for methods of one penalty each."""
+    records = [r for r in material.records if isinstance(_penalty_of(r), int | float)]
+    pairs = {(float(r["chosen"]["penalty"]), r["method"]) for r in records}
+    names = dict(pairs)
+    if not pairs or not len(pairs) == len(names) == len(set(names.values())):
+        return
+    cells = by_cell(records, lambda r: r["test"])
     penalties = sorted(names)
     rows = [
         (str(key[0]), *(str(row.get(names[p], "")) for p in penalties))
@@ -153,14 +158,26 @@ def _penalty(material: Material) -> Iterator[TextTable | Figure]:
     yield figures.sensitivity_figure(penalties, [key[0] for key in cells], np.array(means))
 
 
+def _penalty_of(record: Record) -> object:
+    return (record.get("chosen") or {}).get("penalty")
+
+
+def _of_one_width(records: Sequence[Record]) -> list[Record]:
+    """Records of clients whose hidden layers all have the same width."""
+    return [r for r in records if isinstance(r["local_width"], int | float)]
+
+
 @view("width")
 def _width(material: Material) -> Iterator[TextTable | Figure]:
     """Accuracy against the global width that each method came to."""
+    records = _of_one_width(material.records)
+    if not records:
+        return
     series: dict[str, list[tuple[float, float, float]]] = {}
     ceilings: dict[str, float] = {}
     rows = []
-    for method in in_order({r["method"] for r in material.records}):
-        runs = [r for r in material.records if r["method"] == method]
+    for method in in_order({r["method"] for r in records}):
+        runs = [r for r in records if r["method"] == method]
         accuracy = Summary.of([r["test"] for r in runs])
         family = re.split(r"[, ]", method)[0]
         factor = float("nan") if family == "ensemble" else _mean_factor(runs)
