@@ -63,7 +63,7 @@ def run(
     if methods is not None:
         chosen = chosen.only(methods.split(","))
     check_device(device)
-    check_views(chosen.report.views)
+    check_views([*chosen.report.views, *chosen.report.titles])
     file = out or Path("results") / f"{chosen.label}.jsonl"
     try:
         with progress_bar(as_json) as progress:
