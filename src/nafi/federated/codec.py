@@ -57,11 +57,7 @@ def _packed(kind: Any, value: Any, path: str, tensors: dict[str, Tensor]) -> Any
     """Field names, places and, last, names of tensors make up a path: no two are the same."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
-        _check(isinstance(value, kind), value, path, f"a {kind.__name__}")
-        return {
-            name: _packed(hint, getattr(value, name), f"{path}{name}/", tensors)
-            for name, hint in _fields(kind).items()
-        }
+        return _packed_fields(kind, value, path, tensors)
     if origin in (Union, UnionType):
         return None if value is None else _packed(_present(kind, path), value, path, tensors)
     if origin is Mapping and args[1] is Tensor:
@@ -84,6 +80,14 @@ def _packed(kind: Any, value: Any, path: str, tensors: dict[str, Tensor]) -> Any
             for place, (item_kind, item) in enumerate(zip(kinds, value, strict=True))
         ]
     return _packed_scalar(kind, value, path)
+
+
+def _packed_fields(kind: Any, value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    _check(isinstance(value, kind), value, path, f"a {kind.__name__}")
+    return {
+        name: _packed(hint, getattr(value, name), f"{path}{name}/", tensors)
+        for name, hint in _fields(kind).items()
+    }
 
 
 def _packed_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> list[str]:
