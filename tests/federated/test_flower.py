@@ -126,6 +126,17 @@ def changed(**changes: Any) -> Behaviour:
     return behave
 
 
+def negative(message: Message, answer: Callable[[], Message]) -> list[Message]:
+    """A count below zero, which `update_to` does not write."""
+    replies = changed(class_counts=(11, 1, 1))(message, answer)
+    if message.metadata.message_type == "query":
+        return replies
+    content = _unpacked(replies[0])
+    assert content.count(b"[11, 1, 1]") == 1
+    forged = content.replace(b"[11, 1, 1]", b"[-1, 1, 1]")
+    return [Message(_packed(forged), reply_to=message)]
+
+
 def crashing(message: Message, answer: Callable[[], Message]) -> list[Message]:
     if message.metadata.message_type == "train":
         message.content = RecordDict({"nafi": ConfigRecord({"task": b"not a task"})})
@@ -158,7 +169,7 @@ BAD: dict[str, tuple[Behaviour, str]] = {
     "another round": (changed(round=7), "it is for round 7"),
     "another client": (changed(client="0"), "it says that it is from '0'"),
     "no samples": (changed(samples=0), "samples: found 0"),
-    "a negative class": (changed(class_counts=(-1, 1, 1)), "class_counts.0: found -1"),
+    "a negative class": (negative, "class_counts.0: found -1"),
     "a tensor too few": (changed(tensors=lambda t: dict(list(t.items())[1:])), "lacks"),
     "a crash": (crashing, "it holds no message of nafi"),
     "bytes that are no message": (unreadable, "this is not a message"),

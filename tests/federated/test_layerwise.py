@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import permutations
 from statistics import fmean
 from typing import Any
@@ -356,3 +357,16 @@ def test_a_newcomer_of_a_second_pass_has_no_dead_neurons() -> None:
     members = [m.tensors["two.weight"] for m in state.members.values()]
     torch.testing.assert_close(task.tensors["two.weight"], sum(members) / 3)
     assert set(task.tensors) == set(named_tensors(Small()))
+
+
+def test_a_strategy_can_be_pickled_and_its_copy_does_the_same() -> None:
+    strategy = Layerwise(small(), TRAINING, 3, method=Nafi(penalty=0.0, evidence=500.0))
+    models: dict[str, nn.Module] = {"a": Small(), "b": Small()}
+    state = passed(strategy, models)
+    strategy.model(state)
+    copy: Layerwise = pickle.loads(pickle.dumps(strategy))
+    assert copy.settings() == strategy.settings()
+    again = passed(copy, models)
+    assert list(again.tensors) == list(state.tensors)
+    for name, tensor in again.tensors.items():
+        assert torch.equal(tensor, state.tensors[name]), name

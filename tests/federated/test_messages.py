@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -28,7 +29,7 @@ from nafi.federated import (
     update_to,
     write_state,
 )
-from nafi.federated.codec import pack, unpack
+from nafi.federated.codec import check_fields, pack, unpack
 from nafi.federated.strategy import Update
 from nafi.federated.training import Training
 from tests.federated.networks import CLASSES, population, small
@@ -211,3 +212,71 @@ def test_a_checkpoint_of_version_0_1_0_is_refused_with_what_to_do(name: str) -> 
         CheckpointError, match=r"nafi 0\.1\.0.*finish the run with nafi 0\.1\.0, or remove the file"
     ):
         simulate(strategy, list(population()), work, checkpoint=file, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"round": -1}, "round: found -1, expected a whole number"),
+        ({"round": 2**63}, "round: found 9223372036854775808"),
+        ({"rate": float("-inf")}, "rate: found -inf, expected a number"),
+        ({"rate": 10**400}, "rate: found 1000.*, expected a number"),
+        ({"sure": 1}, "sure: found 1, expected true or false"),
+        ({"mode": "c"}, "mode: found 'c'"),
+        ({"names": frozenset({1})}, "names: found 1, expected text"),
+        ({"names": "xy"}, "names: found 'xy', expected a set"),
+        ({"pair": (1,)}, r"pair: found \(1,\), expected 2 values"),
+        ({"several": 4}, "several: found 4, expected a tuple"),
+        ({"dtype": None}, "dtype: found None, expected a type of torch"),
+        ({"form": None}, "form: found None, expected a Form"),
+        ({"tensors": {"a": 1}}, r"tensors\.a: found 1, expected a tensor"),
+        ({"tensors": {1: torch.ones(1)}}, "tensors: found 1, expected text"),
+        ({"inside": {"a": Inner({}, -1)}}, r"inside\.0\.count: found -1"),
+        ({"inside": {2: Inner({})}}, "inside: found 2, expected text"),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(
+    change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.safetensors"
+    with pytest.raises(InputError, match=why):
+        write_state(file, replace(whole(), **change), [])
+    assert not file.exists()
+
+
+def test_numbers_of_numpy_are_written_as_plain_ones() -> None:
+    data, tensors = pack(replace(whole(), rate=np.float64(0.25)))
+    assert type(data["rate"]) is float
+    assert unpack(Whole, data, tensors).rate == 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """Holds others of its kind."""
+
+    rows: tuple[Node, ...] = ()
+
+
+@pytest.mark.parametrize("kind", [Whole, LayerwiseState, Node])
+def test_types_that_can_be_written_are_known(kind: type) -> None:
+    check_fields(kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        list[int],
+        dict[str, int],
+        Mapping[int, str],
+        Mapping[str, list[int]],
+        tuple[int, set[str]],
+        int | str,
+        Tensor,
+        Literal[1],
+        frozenset[tuple[int, ...]],
+    ],
+)
+def test_types_that_cannot_be_written_are_refused(kind: Any) -> None:
+    state = make_dataclass("Odd", [("odd", kind)], frozen=True)
+    with pytest.raises(InputError, match=r"odd: a field of type .* cannot be written"):
+        check_fields(state)

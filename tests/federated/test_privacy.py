@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -91,3 +93,10 @@ def test_variances_stay_variances() -> None:
 def test_bad_settings_are_refused(clip: float, scale: float) -> None:
     with pytest.raises(InputError, match=r"clip|scale"):
         Noise(clip, scale)
+
+
+def test_noise_that_is_no_number_is_refused() -> None:
+    odd: Any = "a"
+    for wrong, name in (((odd, 1), "clip"), ((1, odd), "scale"), ((1, 1, odd), "seed")):
+        with pytest.raises(InputError, match=f"{name}: found 'a', expected a"):
+            Noise(*wrong)

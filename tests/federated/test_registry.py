@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from nafi.errors import InputError
 from nafi.federated import (
     STRATEGIES,
     Samples,
+    State,
     Strategy,
     Trainer,
     Training,
@@ -22,6 +24,8 @@ from nafi.federated import (
     option_names,
     simulate,
 )
+from nafi.federated.averaging import FedAvg
+from nafi.federated.strategies import strategy
 from nafi.fusion import Nafi
 from nafi.options import plain_data
 from tests.federated.networks import small
@@ -162,3 +166,41 @@ def test_the_settings_of_every_strategy_are_plain_data() -> None:
         settings = made(name).settings()
         assert json.loads(json.dumps(settings)) == settings
         assert settings["strategy"] == STRATEGIES[name].__name__
+
+
+@dataclass(frozen=True, eq=False)
+class Listed(State):
+    seen: list[int] = field(default_factory=list)
+
+
+def test_a_state_that_cannot_be_written_is_refused_when_a_strategy_is_registered() -> None:
+    class Odd(FedAvg):
+        state_type = Listed
+
+    with pytest.raises(InputError, match=r"strategy odd: its state Listed: seen: .*list\[int\]"):
+        strategy("odd")(Odd)
+    assert "odd" not in STRATEGIES
+
+
+@pytest.mark.parametrize("name", ["layerwise", "match-then-average"])
+def test_a_seed_of_the_method_is_refused(name: str) -> None:
+    """That of the strategy would take its place."""
+    with pytest.raises(InputError, match="seed: give it to the strategy; found 5"):
+        made(name, method=Nafi(seed=5))
+    assert made(name, method=Nafi(), seed=5).settings()["seed"] == 5
+
+
+def test_seeds_that_no_checkpoint_holds_are_refused() -> None:
+    assert made("fedavg", seed=2**63 - 1).seed == 2**63 - 1
+    for seed in (2**63, 2**70, -1):
+        with pytest.raises(InputError, match=f"seed: found {seed}"):
+            made("fedavg", seed=seed)
+
+
+def test_what_is_no_architecture_or_training_is_refused() -> None:
+    odd: Any = "x"
+    for name in ("fedavg", "layerwise"):
+        with pytest.raises(InputError, match="architecture: found 'x', expected Architecture"):
+            make_strategy(name, odd, Training(), rounds=1)
+        with pytest.raises(InputError, match="training: found 'x', expected Training"):
+            make_strategy(name, small(), odd, rounds=1)

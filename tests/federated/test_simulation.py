@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -395,3 +395,29 @@ def test_class_counts_that_nobody_expects_are_refused() -> None:
     trainer = work(strategy)
     with pytest.raises(QuorumError, match=r"class counts: found 3, expected none; .* classes"):
         simulate(strategy, ["0", "1"], lambda client, task: trainer(client, task))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("loss", "why"), [(None, "loss: found None, expected a number"), ("x", "loss: found 'x'")]
+)
+def test_a_loss_that_is_no_number_fails_the_client(loss: Any, why: str, workers: int) -> None:
+    strategy = made("fedavg")
+    odd = OddLoss(work(strategy), loss)
+    rules = Acceptance(quorum=2, classes=CLASSES)
+    run = simulate(strategy, list(population()), odd, workers=workers, acceptance=rules)
+    for record in run.records:
+        assert list(record["refused"]) == ["1"]
+        assert why in record["refused"]["1"]
+
+
+@dataclass
+class OddLoss:
+    """A trainer whose client 1 tells another loss."""
+
+    trainer: Trainer
+    loss: Any
+
+    def __call__(self, client: str, task: Task) -> tuple[Update, float]:
+        update, loss = self.trainer(client, task)
+        return update, self.loss if client == "1" else loss

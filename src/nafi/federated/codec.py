@@ -1,7 +1,8 @@
 """Frozen dataclasses as plain data and named tensors, by the types of their fields.
 
-Hides: how each type is written. Promises: what is read is what was written; a field that is
-missing, unknown or of another type raises an error that names it; nothing is unpickled.
+Hides: how each type is written. Promises: what is read is what was written, and what is written
+can be read; a field that is missing, unknown or of another type raises an error that names it, when
+it is written as when it is read; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from math import isfinite
+from sys import float_info
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -35,6 +36,14 @@ def pack(value: object) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return packed, tensors
 
 
+def check_fields(kind: type) -> None:
+    """Refuse a dataclass with a field of a type that cannot be written."""
+    try:
+        _check_kind(kind, "", set())
+    except NameError as error:
+        raise InputError(f"{kind.__name__}: the type of a field is not known: {error}") from None
+
+
 def unpack(kind: type[_Kind], data: object, tensors: Mapping[str, Tensor]) -> _Kind:
     """The inverse of `pack`."""
     left = dict(tensors)
@@ -48,31 +57,83 @@ def _packed(kind: Any, value: Any, path: str, tensors: dict[str, Tensor]) -> Any
     """Field names, places and, last, names of tensors make up a path: no two are the same."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
-        return {
-            name: _packed(hint, getattr(value, name), f"{path}{name}/", tensors)
-            for name, hint in _fields(kind).items()
-        }
+        return _packed_fields(kind, value, path, tensors)
     if origin in (Union, UnionType):
-        return None if value is None else _packed(_present(kind), value, path, tensors)
+        return None if value is None else _packed(_present(kind, path), value, path, tensors)
     if origin is Mapping and args[1] is Tensor:
-        tensors |= {f"{path}{name}": tensor for name, tensor in value.items()}
-        return list(value)
+        return _packed_tensors(value, path, tensors)
     if origin is Mapping:
+        _check(isinstance(value, Mapping), value, path, "a table")
         return {
-            name: _packed(args[1], item, f"{path}{place}/", tensors)
+            _text(name, path): _packed(args[1], item, f"{path}{place}/", tensors)
             for place, (name, item) in enumerate(value.items())
         }
     if origin is frozenset:
-        return sorted(value)
+        _check(isinstance(value, set | frozenset), value, path, "a set")
+        return sorted(_packed(args[0], item, path, tensors) for item in value)
     if origin is tuple:
+        _check(isinstance(value, tuple | list), value, path, "a tuple")
         kinds = _kinds(args, len(value))
+        _check(len(kinds) == len(value), value, path, f"{len(kinds)} values")
         return [
             _packed(item_kind, item, f"{path}{place}/", tensors)
             for place, (item_kind, item) in enumerate(zip(kinds, value, strict=True))
         ]
-    if kind is torch.dtype:
-        return str(value).removeprefix("torch.")
+    return _packed_scalar(kind, value, path)
+
+
+def _packed_fields(kind: Any, value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    _check(isinstance(value, kind), value, path, f"a {kind.__name__}")
+    return {
+        name: _packed(hint, getattr(value, name), f"{path}{name}/", tensors)
+        for name, hint in _fields(kind).items()
+    }
+
+
+def _packed_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> list[str]:
+    _check(isinstance(value, Mapping), value, path, "tensors by name")
+    for name, tensor in value.items():
+        _check(isinstance(tensor, Tensor), tensor, f"{path}{_text(name, path)}", "a tensor")
+        tensors[f"{path}{name}"] = tensor
+    return list(value)
+
+
+def _packed_scalar(kind: Any, value: Any, path: str) -> Any:
+    if isinstance(value, torch.dtype):
+        value = str(value).removeprefix("torch.")
+    elif isinstance(value, float):  # numpy's are, too
+        value = float(value)
+    _scalar(kind, value, path)
     return value
+
+
+def _check_kind(kind: Any, path: str, seen: set[Any]) -> None:
+    """Refuse a type that cannot be written; seen: the dataclasses it is part of."""
+    origin, args = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        if kind not in seen:
+            for name, hint in _fields(kind).items():
+                _check_kind(hint, f"{path}{name}/", seen | {kind})
+    elif origin in (Union, UnionType):
+        _check_kind(_present(kind, path), path, seen)
+    elif origin is Mapping and args[0] is str:
+        if args[1] is not Tensor:
+            _check_kind(args[1], path, seen)
+    elif origin is tuple:
+        for item in _kinds(args, 1):
+            _check_kind(item, path, seen)
+    elif not _is_scalar(args[0] if origin is frozenset else kind):
+        raise _unwritable(kind, path)
+
+
+def _is_scalar(kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return all(type(word) is str for word in get_args(kind))
+    return kind in (str, bool, int, float, torch.dtype)
+
+
+def _unwritable(kind: Any, path: str) -> InputError:
+    return InputError(f"{_place(path)}: a field of type {kind} cannot be written")
 
 
 def _unpacked(kind: Any, data: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -81,7 +142,7 @@ def _unpacked(kind: Any, data: Any, path: str, tensors: dict[str, Tensor]) -> An
     if is_dataclass(kind):
         return _dataclass(kind, data, path, tensors)
     if origin in (Union, UnionType):
-        return None if data is None else _unpacked(_present(kind), data, path, tensors)
+        return None if data is None else _unpacked(_present(kind, path), data, path, tensors)
     if origin is Mapping and args[1] is Tensor:
         return _tensors(data, path, tensors)
     if origin is Mapping:
@@ -136,7 +197,7 @@ def _scalar(kind: Any, data: Any, path: str) -> Any:
         whole = type(data) is int and 0 <= data <= _LARGEST
         _check(whole, data, path, f"a whole number from 0 to {_LARGEST}")
     elif kind is float:
-        number = type(data) in (int, float) and isfinite(data)
+        number = type(data) in (int, float) and abs(data) <= float_info.max
         _check(number, data, path, "a number")
     elif get_origin(kind) is Literal:
         known = get_args(kind)
@@ -145,7 +206,7 @@ def _scalar(kind: Any, data: Any, path: str) -> Any:
         _check(type(data) is str and data in _DTYPES, data, path, "a type of torch")
         return _DTYPES[data]
     else:
-        raise TypeError(f"{_place(path)}: a field of type {kind} cannot be written")
+        raise _unwritable(kind, path)
     return data
 
 
@@ -181,7 +242,9 @@ def _kinds(args: tuple[Any, ...], count: int) -> list[Any]:
     return [args[0]] * count if args[1:] == (...,) else list(args)
 
 
-def _present(kind: Any) -> Any:
+def _present(kind: Any, path: str) -> Any:
     """The type that is not None, of two."""
-    (present,) = (each for each in get_args(kind) if each is not NoneType)
-    return present
+    present = [each for each in get_args(kind) if each is not NoneType]
+    if len(present) != 1:
+        raise _unwritable(kind, path)
+    return present[0]

@@ -232,7 +232,7 @@ class Federation(FlowerStrategy):
         deadline: seconds after which a round does without those who have not answered
         acceptance: which updates are used, and how many a round needs; by default all nodes must
             deliver, or the run ends with a `QuorumError`
-        checkpoint: a file that holds the run after each round; a run that finds it goes on with it
+        checkpoint: a file that holds the run after each round; a run that finds it continues it
         """
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
             raise InputError(f"nodes: found {nodes!r}, expected a number of at least 1")
@@ -273,7 +273,7 @@ class Federation(FlowerStrategy):
         post = Post(grid)
         waits: Iterator[float] = repeat(self.wait)
         if self.checkpoint is not None and self.checkpoint.exists():
-            # Nodes may still be busy with a task of the run that this one goes on with.
+            # Nodes may still be busy with a task of the run that this one resumes.
             waits = chain([max(self.wait, self.deadline)], waits)
         self.run = conduct(
             self.strategy,

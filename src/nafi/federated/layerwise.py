@@ -80,6 +80,10 @@ class _Latest(Generic[_Made]):
         self._make: Callable[[], _Made] | None = None
         self._made: _Made | None = None
 
+    def __reduce__(self) -> tuple[type[_Latest[_Made]], tuple[()]]:
+        """A copy remembers nothing: it can be made again."""
+        return type(self), ()
+
     def expect(self, state: State, make: Callable[[], _Made]) -> None:
         """If it is asked for, make it this way."""
         self._state, self._make, self._made = weakref.ref(state), make, None

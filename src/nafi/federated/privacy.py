@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from math import inf, isfinite, prod
+from math import isfinite, prod
 
 import numpy as np
 import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from nafi.errors import InputError, NafiError
+from nafi.errors import NafiError
 from nafi.federated.architecture import Tensors
 from nafi.graph import holds_numbers, widened
+from nafi.options import number, optional, whole
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,9 @@ class Noise:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip < inf:
-            raise InputError(f"clip: found {self.clip!r}, expected a number of more than 0")
-        if not 0 <= self.scale < inf:
-            raise InputError(f"scale: found {self.scale!r}, expected a number of at least 0")
+        number(above=0).check(self.clip, "clip")
+        number(at_least=0).check(self.scale, "scale")
+        optional(whole(0)).check(self.seed, "seed")
 
     def applied(
         self, before: Tensors, after: Tensors, variances: Collection[str] = ()

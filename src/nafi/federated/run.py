@@ -1,8 +1,8 @@
 """The rounds of a federation, whoever carries its messages.
 
-Hides: which updates are used, records, checkpoints and how a run goes on. Promises: in one process
-or over a network, the same updates give the same model and the same record; a run that was killed
-at any moment and resumed ends with the same bytes.
+Hides: which updates are used, records, checkpoints and how a run is resumed. Promises: in one
+process or over a network, the same updates give the same model and the same record; a run that was
+killed at any moment and resumed ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Round:
             try:
                 if isinstance(outcome, Exception):
                     raise outcome
-                update, loss = outcome
+                update, loss = _delivered(outcome)
                 task = self.tasks.pop(client)
                 self.acceptance.check(update, client, task, self.shapes)
             except Exception as error:  # whatever went wrong on the client's side
@@ -158,6 +158,19 @@ class Round:
                 f"{self.label}: {few(bad)} became NaN or infinite. The rounds before are kept; "
                 "limit what clients can send with max_norm or a screen, or lower the rate"
             )
+
+
+def _delivered(outcome: Any) -> tuple[Update, float]:
+    """An update and its loss, from whatever a client's work returned."""
+    if not isinstance(outcome, tuple | list) or len(outcome) != 2:
+        raise InputError(f"found {type(outcome).__name__}, expected an update and its loss")
+    update, loss = outcome
+    if not isinstance(update, Update):
+        raise InputError(f"update: found {type(update).__name__}, expected Update")
+    try:
+        return update, float(loss)
+    except (TypeError, ValueError):
+        raise InputError(f"loss: found {loss!r}, expected a number") from None
 
 
 def _short(text: str) -> str:

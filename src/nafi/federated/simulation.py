@@ -46,7 +46,7 @@ def simulate(
         their processes once, so it must be picklable.
     evaluate: looks at a copy of the global model after each round; its numbers go into the round's
         record
-    checkpoint: a file that holds the run after each round; resume: go on with it if it exists
+    checkpoint: a file that holds the run after each round; resume: continue it if it exists
     acceptance: which updates are used, and how many a round needs; by default every client must
         deliver one that can be used, or the run ends with a `QuorumError`. Its classes are by
         default those of `work`, if that is a `Trainer`

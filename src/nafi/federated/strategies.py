@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from nafi.errors import InputError
 from nafi.federated.architecture import Architecture
-from nafi.federated.strategy import Strategy
+from nafi.federated.codec import check_fields
+from nafi.federated.strategy import Strategy, check_instance
 from nafi.federated.training import Training
 from nafi.fusion import METHODS, Method, make_method, method_names
 from nafi.options import check_names
@@ -32,6 +33,11 @@ def strategy(name: str) -> Callable[[_Class], _Class]:
     def register(kind: _Class) -> _Class:
         if name in STRATEGIES:
             raise InputError(f"strategy {name}: there is one already, {STRATEGIES[name].__name__}")
+        try:
+            check_fields(kind.state_type)
+        except InputError as error:
+            state = kind.state_type.__name__
+            raise InputError(f"strategy {name}: its state {state}: {error}") from None
         STRATEGIES[name] = kind
         return kind
 
@@ -53,6 +59,7 @@ def make_strategy(
     options: of the strategy, of its method of fusion, see `nafi.fuse`, and of `Training`
     """
     kind = strategy_class(name)
+    check_instance(training, Training, "training")
     check_names(options, option_names(name), f"strategy {name}")
     left = {**kind.defaults, **options}
     changes = {key: left.pop(key) for key in _OF_TRAINING if key in left}

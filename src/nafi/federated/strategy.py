@@ -80,6 +80,8 @@ class State:
     tensors: Tensors = field(default_factory=dict)
 
 
+# Checkpoints and messages hold no larger one.
+LARGEST_SEED = 2**63 - 1
 _SHARE = Constraint(
     lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
     "more than 0, at most 1",
@@ -107,8 +109,14 @@ class Strategy(Options, ABC, Generic[StateOf]):
     architecture: Architecture
     training: Training
     rounds: int = option(whole(1))
-    seed: int = option(whole(0), 0)
+    seed: int = option(whole(0, LARGEST_SEED), 0)
     fraction: float = option(_SHARE, 1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_instance(self.architecture, Architecture, "architecture")
+        check_instance(self.training, Training, "training")
+        _check_unseeded(getattr(self, "method", None))
 
     @abstractmethod
     def start(self) -> StateOf:
@@ -148,7 +156,7 @@ class Strategy(Options, ABC, Generic[StateOf]):
         }
 
     def seeded(self, method: _Method) -> _Method:
-        """A method with the seed of the strategy, if it has one."""
+        """A method with the seed of the strategy, if methods of its kind have one."""
         if "seed" not in method.option_names():
             return method
         return replace(method, **{"seed": self.seed})
@@ -191,6 +199,22 @@ class Strategy(Options, ABC, Generic[StateOf]):
             extras=extras or {},
             asks=asks or {},
         )
+
+
+def check_instance(value: object, kind: type, name: str) -> None:
+    """Refuse a value that is not of a class."""
+    if not isinstance(value, kind):
+        raise InputError(f"{name}: found {value!r}, expected {kind.__name__}")
+
+
+def _check_unseeded(method: object) -> None:
+    """Refuse a method with a seed of its own: that of the strategy takes its place."""
+    if not isinstance(method, Method):
+        return
+    default = {each.name: each.default for each in fields(method)}.get("seed")
+    seed = getattr(method, "seed", default)
+    if seed != default:
+        raise InputError(f"seed: give it to the strategy; found {seed} in its method")
 
 
 def check_shapes(tensors: Tensors, shapes: Shapes) -> None:
