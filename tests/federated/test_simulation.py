@@ -421,3 +421,14 @@ class OddLoss:
     def __call__(self, client: str, task: Task) -> tuple[Update, float]:
         update, loss = self.trainer(client, task)
         return update, self.loss if client == "1" else loss
+
+
+def test_slips_are_answered() -> None:
+    architecture = small()
+    with pytest.raises(NafiError, match=r"write \(x,\)"):
+        Architecture(architecture.factory, architecture.example_inputs[0])
+    strategy = make_strategy("fedavg", architecture, Training(epochs=0), rounds=1)
+    data = population()
+    work = Trainer(architecture, data, CLASSES)
+    with pytest.raises(InputError, match=r"evaluate: returned 0.5, expected a dict of numbers"):
+        simulate(strategy, list(data), work, evaluate=lambda model: 0.5)  # type: ignore[arg-type]

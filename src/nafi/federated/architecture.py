@@ -20,6 +20,7 @@ from nafi.graph import (
     Inputs,
     Kind,
     ModelSpec,
+    check_inputs,
     copy_network,
     fold_batchnorm,
     groups,
@@ -90,6 +91,7 @@ class Architecture:
         example_inputs: the arguments of its forward, as a tuple; only shapes matter
         spec: from `nafi.groups`, if you have it
         """
+        check_inputs(example_inputs)
         self.factory = factory
         self.example_inputs = tuple(example_inputs)
         self._first = self._draw(0)

@@ -225,7 +225,7 @@ def conduct(
         if evaluate is not None:
             model = strategy.model(state)
             # It may do with its copy as it likes; the last one is the run's.
-            scores = {n: float(v) for n, v in evaluate(copy_network(model)).items()}
+            scores = _scores(evaluate(copy_network(model)))
             scores_text = "".join(f", {name} {value:.4g}" for name, value in scores.items())
             tell(f"{round.label}{scores_text}", round.done, round.total)
             record |= scores
@@ -244,3 +244,14 @@ def _check_same_run(
                 f"{checkpoint} is of another run: {name} was {written.get(name)}, now it is "
                 f"{expected[name]}; give another checkpoint, or remove it"
             )
+
+
+def _scores(values: object) -> dict[str, float]:
+    """What `evaluate` returned, as numbers."""
+    try:
+        assert isinstance(values, Mapping)
+        return {str(name): float(value) for name, value in values.items()}
+    except (AssertionError, TypeError, ValueError):
+        raise InputError(
+            f"evaluate: returned {values!r}, expected a dict of numbers such as {{'accuracy': 0.9}}"
+        ) from None
