@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nafi.errors import InputError
+from nafi.errors import InputError, NafiError
 from nafi.federated import (
     STRATEGIES,
     Samples,
@@ -26,7 +26,7 @@ from nafi.federated import (
 )
 from nafi.federated.averaging import FedAvg
 from nafi.federated.strategies import strategy
-from nafi.fusion import Nafi
+from nafi.fusion import Nafi, Transport
 from nafi.options import plain_data
 from tests.federated.networks import small
 
@@ -204,3 +204,13 @@ def test_what_is_no_architecture_or_training_is_refused() -> None:
             make_strategy(name, odd, Training(), rounds=1)
         with pytest.raises(InputError, match="training: found 'x', expected Training"):
             make_strategy(name, small(), odd, rounds=1)
+
+
+def test_a_method_whose_package_is_missing_is_refused_before_any_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ot", None)
+    methods: list[dict[str, Any]] = [{}, {"method": Transport()}]
+    for name, options in zip(("ot", "match-then-average"), methods, strict=True):
+        with pytest.raises(NafiError, match="POT"):
+            made(name, **options)

@@ -100,4 +100,5 @@ def _method(kind: type[Method], options: Mapping[str, Any]) -> Method:
     method = make_method(left.pop("method", known[0]), **left)
     if not isinstance(method, kind):
         raise InputError(f"method: found {method.name!r}, expected one of {', '.join(known)}")
+    method.check_available()  # before clients train
     return method
