@@ -61,6 +61,7 @@ def test_batch_normalisation_comes_back(tmp_path: Path, batchnorm: str) -> None:
     assert gap(nafi.load(file), result.model, IMAGES) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unet_bilinear", "vit_fused", "lstm", "tied_language_model"])
 def test_other_networks_come_back(tmp_path: Path, name: str) -> None:
     """Concatenations, heads, recurrent layers, shared tensors; at other widths where they may."""

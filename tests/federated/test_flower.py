@@ -178,6 +178,7 @@ BAD: dict[str, tuple[Behaviour, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_reply_is_refused_and_the_round_goes_on(
     case: str, caplog: pytest.LogCaptureFixture
@@ -281,6 +282,7 @@ def test_replies_that_never_become_whole_do_not_hold_the_round(
     assert all("not whole" in reason for reason in refused.values())
 
 
+@pytest.mark.slow
 def test_a_slow_reply_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes on while others are asked for theirs, and counts."""
     monkeypatch.setattr("nafi.federated.post._GRACE", 0.05)
@@ -378,6 +380,7 @@ def test_a_node_that_goes_while_it_is_asked_is_refused_alone() -> None:
     assert "did not take the message" in flower.run.records[1]["refused"]["2"]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_offline_for_a_while_can_still_deliver() -> None:
     """Its reply is there when it is back; asked before, Flower would have given it up."""
     net = grid()

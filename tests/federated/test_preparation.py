@@ -70,6 +70,7 @@ def test_an_evaluated_round_prepares_once(
     assert rebuilt[layers:] == [0] * layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"clip": 2.0, "trim": 0.34, "max_width": 1.5}])
 @pytest.mark.parametrize("freeze", [True, False])
 @pytest.mark.parametrize(("make", "data", "layers"), [(small, blobs, 3), (normed, pictures, 4)])

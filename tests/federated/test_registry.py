@@ -37,6 +37,7 @@ def made(name: str, **options: Any) -> Strategy:
     return make_strategy(name, small(), Training(epochs=1), **{"rounds": 2, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_option_can_be_given(name: str) -> None:
     """At its default, where that depends on no other."""

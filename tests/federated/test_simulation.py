@@ -58,6 +58,7 @@ class StopError(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("stopped", range(1, ROUNDS))
 def test_a_run_stopped_between_rounds_ends_with_the_same_bytes(

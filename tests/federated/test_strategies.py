@@ -64,6 +64,7 @@ def same(one: Any, two: Any) -> bool:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 class TestEveryStrategy:
+    @pytest.mark.slow
     def test_runs_to_a_model_that_has_learnt(self, name: str) -> None:
         """Over eight seeds: 0.969 to 0.976, with a deviation of at most 0.016."""
         scores = []
@@ -76,6 +77,7 @@ class TestEveryStrategy:
             scores.append(accuracy(run.model, blobs(200, 50)))
         assert fmean(scores) > 0.85, scores
 
+    @pytest.mark.slow
     def test_gives_the_same_twice(self, name: str) -> None:
         assert same(weights(made(name)), weights(made(name)))
 
@@ -135,6 +137,7 @@ class TestEveryStrategy:
             )
             state = strategy.aggregate(state, updates)
 
+    @pytest.mark.slow
     def test_half_of_the_clients_will_do(self, name: str) -> None:
         """Over eight seeds: 0.91 to 0.97, with a deviation of at most 0.11."""
         scores = []

@@ -94,6 +94,7 @@ def copies(model: nn.Module, spec: ModelSpec, count: int) -> list[nn.Module]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("method", ["nafi", "ot"])
 def test_permuted_copies_fuse_to_the_same_masks(method: str, transposed: bool) -> None:

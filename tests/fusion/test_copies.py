@@ -15,6 +15,7 @@ from tests.fusion.networks import gap
 from tests.graph import zoo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.tested())
 def test_permuted_copies_fuse_back(name: str) -> None:
     model, inputs = zoo.seeded(name)

@@ -255,6 +255,7 @@ def test_odd_but_legitimate_networks_are_analysed(
     assert groups_of(model, VECTORS) == free
 
 
+@pytest.mark.slow
 def test_control_flow_that_can_be_traced_is_left_alone() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return torch.cond(

@@ -197,6 +197,7 @@ def widened(name: str) -> list[tuple[dict[str, int], nn.Module]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.tested())
 def test_wider_with_zeros_or_unread_neurons_is_the_same_function(name: str) -> None:
     model, inputs, spec = analysed(name)
