@@ -50,9 +50,9 @@ def few(names: Sequence[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def unlike(found: Mapping[str, object], expected: Mapping[str, object]) -> str:
-    """What is told of names that are not those expected: "lacks a and has b"; empty if they are."""
-    missing = [name for name in expected if name not in found]
-    extra = [str(name)[:60] for name in found if name not in expected]
-    told = [f"lacks {few(missing)}"] * bool(missing) + [f"has {few(extra)}"] * bool(extra)
-    return " and ".join(told)
+def unlike(names: Mapping[str, object], expected: Mapping[str, object]) -> str:
+    """How names differ from those expected: "lacks a and has b"; empty if they do not."""
+    missing = [name for name in expected if name not in names]
+    extra = [str(name)[:60] for name in names if name not in expected]
+    parts = [f"lacks {few(missing)}"] * bool(missing) + [f"has {few(extra)}"] * bool(extra)
+    return " and ".join(parts)

@@ -1,7 +1,8 @@
 """Clients that train alone: one after the other, or all at once.
 
 Hides: that clients' networks can be stacked and their steps taken together. Promises: each client
-gets what it would have got alone: its own batches, its own optimiser; sizes may differ.
+has its own batches and its own optimiser; sizes may differ. The two ways draw batches from
+different seeds, so that their results differ as two seeds do.
 """
 
 from __future__ import annotations

@@ -83,11 +83,11 @@ class Screen:
         Neurons of length zero say nothing: clients lack them, or they died.
         """
         assert self.clip is not None
-        alive = [own[own > 0] for own in lengths if bool((own > 0).any())]
+        alive = [client[client > 0] for client in lengths if bool((client > 0).any())]
         if not alive:
             return torch.tensor(float("inf"), dtype=torch.float64)
-        usual = torch.stack([own.median() for own in alive]).median()
-        longest = torch.stack([own.max() for own in alive]).median()
+        usual = torch.stack([client.median() for client in alive]).median()
+        longest = torch.stack([client.max() for client in alive]).median()
         return torch.maximum(self.clip * usual, longest)
 
     def counts(self, counts: Array | None) -> Array | None:

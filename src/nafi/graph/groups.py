@@ -285,7 +285,7 @@ class _Walk:
         held = [(name, atoms_of(self.tensors[name].axes)) for name in self.traced.used]
         matrices = {name for name, v in self.tensors.items() if sum(n > 1 for n in v.shape) > 1}
         for atom in members:
-            holders = [name for name, found in held if atom in found]
+            holders = [name for name, atoms_held in held if atom in atoms_held]
             made = [name for name in holders if (name, atom) not in consumed] or holders
             first = next((name for name in made if name in matrices), made[0])
             base = first.rpartition(".")[0] or first

@@ -224,7 +224,7 @@ class Call:
     def axis_of(self, value: Value, axis: Axis) -> int | None:
         """Which axis of a parameter an axis of a view of it is, if it is one as it stands."""
         axes = self.tensors[value.parameter].axes if value.parameter is not None else []
-        return next((index for index, own in enumerate(axes) if own is axis), None)
+        return next((index for index, other in enumerate(axes) if other is axis), None)
 
     def is_statistic(self, value: Value) -> bool:
         """Whether a value is computed from a buffer, which is not trained, number by number."""
