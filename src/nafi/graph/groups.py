@@ -20,7 +20,17 @@ from torch import nn
 
 from nafi.errors import few
 from nafi.graph import atoms
-from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, pin_axis, resolve
+from nafi.graph.atoms import (
+    Atom,
+    Pin,
+    atoms_of,
+    fixed,
+    fresh,
+    is_unsaved,
+    pin_axis,
+    resolve,
+    unsaved,
+)
 from nafi.graph.check import check_spec
 from nafi.graph.rules import KEEPS_STACKS, Call, Findings, Value, apply
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, holds_numbers
@@ -65,7 +75,7 @@ def _warn_of_gaps(spec: ModelSpec) -> None:
         warnings.warn(f"{text} the order of their neurons", SpecWarning, stacklevel=3)
     by_op: dict[str, list[str]] = {}
     for pin in spec.pinned:
-        if pin.op is not None:
+        if pin.op is not None or is_unsaved(pin.reason):
             by_op.setdefault(pin.reason, []).append(f"{pin.tensor} axis {pin.axis}")
     for reason, places in by_op.items():
         shown = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
@@ -115,6 +125,7 @@ class _Walk:
 
     def __init__(self, model: nn.Module, traced: Trace) -> None:
         self.traced = traced
+        self.ops = {op.node: op for op in traced.ops}
         self.findings = Findings()
         self.names: dict[Atom, str] = {}
         self.values: dict[torch.fx.Node, Any] = {}
@@ -130,7 +141,8 @@ class _Walk:
         for node in traced.inputs:
             self.values[node] = _fixed_value(node, Pin("model input"), fed=True)
         for node in traced.constants:
-            self.values[node] = _fixed_value(node, Pin("model input"), fed=False)
+            name = node.name.removeprefix("c_").removeprefix("b_")
+            self.values[node] = _fixed_value(node, unsaved(name), fed=False)
         for op in traced.ops:
             self._apply(op)
         for node in traced.outputs:
@@ -163,19 +175,36 @@ class _Walk:
         return argument
 
     def _written(self, node: torch.fx.Node, call: Call) -> None:
-        """Writing into a part of a tensor tells its positions apart, all the way up its views."""
-        ops = {op.node: op for op in self.traced.ops}
-        chain = [node]
-        while chain[-1] in ops and (above := ops[chain[-1]].views) is not None:
-            chain.append(above)
-        # What an in-place operation returns is the whole of what it wrote into.
-        partly = any(not ops[link].writes for link in chain[:-1])
-        for link in chain:
+        """Writing into a view writes into all that it views, which is no constant then."""
+        read = call.values()
+        for link in [node, *self._viewed(node)]:
             value = self.values.get(link)
-            if isinstance(value, Value):
-                value.constant = False
-                for axis in value.axes if partly else []:
-                    call.fix(axis, f"{call.op} writes into a part of it")
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Value):
+                    part.constant = False
+                    part.fed = part.fed or any(other.fed for other in read)
+                    part.parameters |= {name for other in read for name in other.parameters}
+        for link in [node, *self._viewed(node)]:
+            self._tell_apart(link, call)
+
+    def _viewed(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """All nodes whose memory a node shares as a view, the nearest first."""
+        chain: list[torch.fx.Node] = []
+        link: Any = node
+        while link in self.ops:
+            op = self.ops[link]
+            link = op.arguments["self"] if op.name == "getitem" else op.views
+            chain += [link] if link is not None else []
+        return chain
+
+    def _tell_apart(self, view: torch.fx.Node, call: Call) -> None:
+        """One position of what was a constant may now differ; its rule took them for equal."""
+        op = self.ops.get(view)
+        if op is None or op.name not in ("select", "unbind"):
+            return
+        value = self.values.get(op.arguments["self"])
+        if isinstance(value, Value) and value.stack is None:
+            call.fix(value.axes[op.arguments["dim"]])
 
     def _pin_output(self, value: Any) -> None:
         for part in value if isinstance(value, list) else [value]:
