@@ -168,6 +168,8 @@ class _Walk:
 
     def _lift(self, argument: Any) -> Any:
         """Nodes become values, also within lists."""
+        if isinstance(argument, torch.fx.Node) and argument.op == "get_attr":
+            return _fixed_value(argument, unsaved(argument.name), fed=False)
         if isinstance(argument, torch.fx.Node):
             return self.values.get(argument)
         if isinstance(argument, list | tuple):

@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from nafi.errors import InputError, SpecError
+from nafi.graph.regions import inline_regions
 
 Inputs = Sequence[Any]
 # torch.export keeps what it is doing in global variables.
@@ -143,6 +144,7 @@ def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
 
 def _traced(model: nn.Module, example_inputs: Inputs, training: bool) -> Trace:
     program = _export(model, example_inputs, training)
+    inline_regions(program.graph_module)
     aliases = shared_names(model)
     state = named_tensors(model)
     tensors: dict[torch.fx.Node, str] = {}
