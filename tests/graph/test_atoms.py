@@ -141,3 +141,10 @@ def test_a_repeated_axis_keeps_the_outside_free() -> None:
     assert sizes(flat) == [[4, 2, 3]]
     assert len(atoms_of([half, pieces])) == 1
     assert [atom.pinned is None for atom in resolve(flat)[0]] == [True, False, True]
+
+
+def test_single_positions_are_no_misfit() -> None:
+    """Three gates that are taken one by one, as a user wants it: nothing was given up."""
+    gates = fresh(3)
+    unify(gates, fresh(1) + fresh(1) + fresh(1), WHERE)
+    assert all(atom.pinned is not None and atom.pinned.op is None for atom in atoms_of([gates]))

@@ -162,7 +162,7 @@ def unify(one: Axis, two: Axis, where: Pin) -> None:
             pins = [atom.pinned for segment in still for atom in segment]
             if None not in pins:
                 # Nothing of it can be permuted, so nothing of the other can.
-                pin_axis(other, next((pin for pin in pins if pin is not None), where))
+                pin_axis(other, next((pin for pin in pins if pin is not None), _SINGLE))
                 return
         if not _unify_once(a, b, where):
             return
@@ -232,6 +232,7 @@ def _leaves(atom: Atom) -> Axis:
     return [[]] if atom.size == 1 else [[atom.root()]]
 
 
+_SINGLE = Pin("its positions are told apart one by one")
 _REPEATED = Pin("the same neurons several times over")
 _INTERLEAVED = Pin("a concatenation within each neuron cannot be expressed", "concatenation")
 
