@@ -307,7 +307,7 @@ def tell_the_truth(module: nn.Module) -> None:
     elif isinstance(module, nn.Embedding):
         assert (module.num_embeddings, module.embedding_dim) == weight.shape
     elif isinstance(module, nn.RNNBase):
-        assert module.hidden_size == module.weight_hh_l0.shape[1]
+        assert (module.proj_size or module.hidden_size) == module.weight_hh_l0.shape[1]
         assert module.input_size == module.weight_ih_l0.shape[1]
 
 
