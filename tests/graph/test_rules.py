@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import nafi
 from nafi.graph import SpecWarning, rules
 from tests.graph.test_traps import IMAGES, TOKENS, VECTORS, net, parameter
+from tests.graph.zoo import rules_that_work
 
 EDGES = torch.tensor([[0, 1, 2, 2], [1, 2, 0, 1]])
 NUMBERS = torch.tensor([[0, 3, 1], [2, 2, 4]])
@@ -352,7 +353,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], set[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_just_what_is_free_is_found(case: str) -> None:
     model, inputs, free = CASES[case]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), rules_that_work():
         warnings.simplefilter("error", SpecWarning)
         warnings.filterwarnings("ignore", message=".*tells positions apart", category=SpecWarning)
         assert set(nafi.groups(model, inputs).groups) == free

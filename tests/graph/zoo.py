@@ -6,7 +6,8 @@ sizes, sequence lengths and the batch size, so that confusing two axes shows up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from nafi.graph import rules
+from nafi.graph.atoms import Pin
+from nafi.graph.rules import calls
 
 BATCH = 2
 
@@ -1362,6 +1367,19 @@ FOREIGN: tuple[Entry, ...] = (
     entry("gpt2_language_model", lambda: transformers_gpt2(True), tokens(31, 9), resizable=False),
     entry("transformers_vit", transformers_vit, floats((3, 20, 28)), resizable=False),
 )
+
+
+@contextmanager
+def rules_that_work() -> Iterator[None]:
+    """Within the block, a rule that fails is an error and not only a gap."""
+
+    def unknown(call: rules.Call, why: Pin | None = None) -> list[rules.Value]:
+        assert why is None, why
+        return calls.unknown(call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "unknown", unknown)
+        yield
 
 
 def named(name: str) -> Entry:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd
 
-from nafi.graph.atoms import Axis, fresh, product, resolve, size_of
+from nafi.graph.atoms import Axis, fresh, product, resolve, settled, size_of
 from nafi.graph.rules.calls import Call, Unfolded, Value, rule
 from nafi.graph.rules.pointwise import broadcast
 
@@ -166,7 +166,7 @@ def _pieces(call: Call, value: Value, dim: int, sizes: Sequence[int]) -> list[Va
     whole = value.axes[dim]
     if sum(n > 0 for n in sizes) <= 1:
         parts = [whole if n else [] for n in sizes]
-    elif len(resolve(whole)) == 1 and call.is_within(whole):
+    elif len(resolve(whole)) == 1 and not settled(whole) and call.is_within(whole):
         parts = _alike(call, whole, sizes)
     else:
         call.same(whole, [segment for part in parts for segment in part])
