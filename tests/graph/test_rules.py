@@ -88,6 +88,14 @@ def experts(self: Any, x: Tensor) -> Tensor:
     return self.b(torch._grouped_mm(hidden, self.down.to(torch.bfloat16), offs=ends).to(x.dtype))
 
 
+def two_kinds_of_heads(self: Any, x: Tensor) -> Tensor:
+    """Channels attend to channels in each head; two of five heads have gains of their own."""
+    q, k, v = (layer(x).view(2, 7, 5, 4).transpose(1, 2) for layer in (self.q, self.k, self.v))
+    mixed = q @ (k.softmax(dim=2).mT @ v)
+    gained = torch.cat([v[:, :2] * self.few[:, None], v[:, 2:] * self.many[:, None]], dim=1)
+    return self.out((mixed + q * gained).transpose(1, 2).flatten(2))
+
+
 def under_autocast(self: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         hidden = self.a(x).relu()
@@ -336,6 +344,19 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], set[str]]] = {
         ),
         (TOKENS,),
         {"q", "v"},
+    ),
+    "two kinds of heads": (
+        net(
+            two_kinds_of_heads,
+            q=nn.Linear(8, 20),
+            k=nn.Linear(8, 20),
+            v=nn.Linear(8, 20),
+            few=parameter(2, 4),
+            many=parameter(3, 4),
+            out=nn.Linear(20, 2),
+        ),
+        (TOKENS,),
+        {"q", "q/2", "q/3"},
     ),
     "regions": (two(under_autocast, c=nn.Linear(6, 6)), (VECTORS,), {"a", "c"}),
     "projected lstm": (

@@ -75,11 +75,16 @@ def _warn_of_gaps(spec: ModelSpec) -> None:
         warnings.warn(f"{text} the order of their neurons", SpecWarning, stacklevel=3)
     by_op: dict[str, list[str]] = {}
     for pin in spec.pinned:
-        if pin.op is not None or is_unsaved(pin.reason):
+        if pin.op is not None or _keeps_rows(spec, pin):
             by_op.setdefault(pin.reason, []).append(f"{pin.tensor} axis {pin.axis}")
     for reason, places in by_op.items():
         shown = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
         warnings.warn(f"{reason}: left unmatched {shown}", SpecWarning, stacklevel=3)
+
+
+def _keeps_rows(spec: ModelSpec, pin: Pinned) -> bool:
+    """Whether a constant keeps neurons in their order that a tensor makes, not only reads."""
+    return is_unsaved(pin.reason) and pin.axis not in spec.tensors[pin.tensor].reads
 
 
 def _is_learnt(tensor: TensorSpec) -> bool:
@@ -168,9 +173,9 @@ class _Walk:
 
     def _lift(self, argument: Any) -> Any:
         """Nodes become values, also within lists."""
-        if isinstance(argument, torch.fx.Node) and argument.op == "get_attr":
-            return _fixed_value(argument, unsaved(argument.name), fed=False)
         if isinstance(argument, torch.fx.Node):
+            if argument.op == "get_attr" and argument not in self.values:
+                self.values[argument] = _fixed_value(argument, unsaved(argument.name), fed=False)
             return self.values.get(argument)
         if isinstance(argument, list | tuple):
             return [self._lift(item) for item in argument]
@@ -331,7 +336,8 @@ class _Walk:
         """Groups that appear nowhere without another one have an order within each of its members.
 
         Wherever the outer axis is summed out while the inner one stays, all members must agree on
-        one order; such tensors, also those inside an operation, are among the ones looked at.
+        one order; such tensors, also those inside an operation, are among the ones looked at. So
+        must they where the outer group is on two axes, since its members there differ.
         """
         free = set(members)
         tensors = [value.axes for value in self.tensors.values()] + self.findings.reduced
@@ -341,9 +347,10 @@ class _Walk:
         together: dict[Atom, set[Atom]] = {}
         for axes in tensors:
             for block in product(*(resolve(axis) for axis in axes)):
-                present = {atom for segment in block for atom in segment} & free
-                for atom in present:
-                    together[atom] = together.get(atom, present) & present
+                counts = Counter(atom for segment in block for atom in segment if atom in free)
+                once = {atom for atom, count in counts.items() if count == 1}
+                for atom in counts:
+                    together[atom] = together.get(atom, once) & once
         parents: dict[Atom, Atom] = {}
         for atom in members:
             others = [o for o in members if o is not atom and o in together.get(atom, set())]
