@@ -329,6 +329,56 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], set[str]]] = {
         (TOKENS,),
         {"a"},
     ),
+    "operations that consist of others": (
+        two(
+            lambda self, x: self.b(
+                torch.hsplit(torch.column_stack([self.a(x), self.a(x)]), 2)[1]
+                * torch.inner(self.a(x), self.w)[:, None]
+                * self.a(x).quantile(0.5, dim=1, keepdim=True)
+            ),
+            w=parameter(6),
+        ),
+        (VECTORS,),
+        {"a"},
+    ),
+    "diagonal": (
+        two(lambda self, x: self.b(self.a(x) @ torch.diag(self.w)), w=parameter(6)),
+        (VECTORS,),
+        {"a"},
+    ),
+    "written slices": (
+        two(
+            lambda self, x: self.b(
+                torch.slice_scatter(self.a(x), -self.a(x)[:, :2], 1, 0, 2).select_scatter(
+                    self.w, 0, 1
+                )
+            ),
+            w=parameter(6),
+        ),
+        (VECTORS,),
+        {"a", "a/2"},
+    ),
+    "short rows": (
+        net(
+            lambda self, x: self.b(self.e(x)), e=nn.Embedding(5, 6, max_norm=1.0), b=nn.Linear(6, 2)
+        ),
+        (NUMBERS,),
+        {"e"},
+    ),
+    "turned images": (images(lambda self, x: self.b(self.a(x).rot90(1, (2, 3)))), (IMAGES,), {"a"}),
+    "buckets": (
+        two(lambda self, x: self.b(torch.bucketize(self.a(x), x[0].sort()[0]).to(x.dtype))),
+        (VECTORS,),
+        {"a"},
+    ),
+    "distances of pairs": (
+        two(
+            lambda self, x: self.b(self.a(x)) * F.pairwise_distance(self.a(x), self.w)[:, None],
+            w=parameter(6),
+        ),
+        (VECTORS,),
+        {"a"},
+    ),
     "fused heads": (
         net(fused_heads, qkv=nn.Linear(8, 72), out=nn.Linear(24, 2)),
         (TOKENS,),

@@ -32,10 +32,11 @@ from nafi.graph.atoms import (
     unsaved,
 )
 from nafi.graph.check import check_spec
-from nafi.graph.rules import KEEPS_STACKS, Call, Findings, Value, apply
+from nafi.graph.composites import taken_apart
+from nafi.graph.rules import KEEPS_STACKS, RULES, Call, Findings, Value, apply
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, holds_numbers
 from nafi.graph.tensors import Axis, Factor, Kind, Segment, TensorSpec, merge_fixed
-from nafi.graph.trace import Inputs, Op, Trace, named_tensors, trace
+from nafi.graph.trace import Inputs, Op, Trace, named_tensors, part_of, trace
 
 _FOLDABLE = {"conv1d", "conv2d", "conv3d", "linear"} | {f"conv_transpose{d}d" for d in (1, 2, 3)}
 
@@ -154,6 +155,25 @@ class _Walk:
             self._pin_output(self.values.get(node))
 
     def _apply(self, op: Op) -> None:
+        known = op.name in RULES or op.pointwise
+        graph = None if known else taken_apart(op)
+        if graph is None:
+            self._apply_rule(op)
+        else:
+            self._apply_parts(op, graph)
+
+    def _apply_parts(self, op: Op, graph: torch.fx.Graph) -> None:
+        """What an operation without a rule does, as the operations that it consists of."""
+        sources = iter(op.node.all_input_nodes)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self.values.get(next(sources))
+            elif node.op == "call_function":
+                self._apply(part_of(op, node))
+            else:
+                self.values[op.node] = self._lift(node.args[0])
+
+    def _apply_rule(self, op: Op) -> None:
         arguments = {name: self._lift(value) for name, value in op.arguments.items()}
         call = Call(op, arguments, self.findings, self.tensors, self.trained)
         if op.name not in KEEPS_STACKS:

@@ -313,6 +313,12 @@ def first_line(error: Exception | None) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 
+def part_of(op: Op, node: torch.fx.Node) -> Op:
+    """One of the operations that another one consists of, in the same line of code."""
+    node.meta.setdefault("stack_trace", op.node.meta.get("stack_trace"))
+    return replace(_op(node), training=op.training)
+
+
 def _op(node: torch.fx.Node) -> Op:
     target: Any = node.target
     if target is operator.getitem:

@@ -33,6 +33,21 @@ def embedding_bag(call: Call) -> list[Value]:
     ]
 
 
+@rule("embedding_renorm")
+def embedding_renorm(call: Call) -> Value:
+    """Rows that are too long are shortened where they stand."""
+    table: Value = call["self"]
+    call.fix(table.axes[0], "rows are looked up by number")
+    call.rigid(table.axes[1])
+    return Value(table.axes, table.source)
+
+
+@rule("bucketize")
+def bucketize(call: Call) -> Value:
+    call.fix(call["boundaries"].axes[0])
+    return Value(call["self"].axes)
+
+
 def _table(call: Call) -> list[Axis]:
     """The axes of what stands in each row of a table."""
     weight: Value = call["weight"]

@@ -20,6 +20,7 @@ from nafi.graph.tensors import Kind
 @rule("__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "floor_divide", "true_divide")
 @rule("greater", "greater_equal", "less", "less_equal", "not_equal", "fix", "special_expit")
 @rule("complex", "polar", "real", "imag", "conj", "_conj", "resolve_conj", "resolve_neg", "isclose")
+@rule("fake_quantize_per_tensor_affine")
 def elementwise(call: Call) -> Value:
     """Axes that meet are the same; those of size 1 are repeated."""
     # Dropout in eval mode: which neuron is dropped depends on its place, and that is the result.
@@ -145,7 +146,7 @@ def _returns_positions(call: Call) -> bool:
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "flip", "roll", "cummax", "cummin", "diff")
-@rule("index_select")
+@rule("index_select", "rot90")
 def along(call: Call) -> list[Value]:
     """Told apart along some axes, each slice by itself."""
     value: Value = call["self"]

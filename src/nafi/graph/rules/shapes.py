@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import gcd
 
 from nafi.graph.atoms import Axis, fresh, product, resolve, settled, size_of
-from nafi.graph.rules.calls import Call, Unfolded, Value, rule
+from nafi.graph.rules.calls import Call, Unfolded, UnsupportedError, Value, rule
 from nafi.graph.rules.pointwise import broadcast
 
 # An axis of at most this many is worth considering as query, key and value side by side.
@@ -197,9 +197,13 @@ def split(call: Call) -> list[Value]:
 
 @rule("slice", "narrow")
 def take_slice(call: Call) -> Value:
-    value: Value = call["self"]
+    return _stretch(call, call["self"], call.out_shape())
+
+
+def _stretch(call: Call, value: Value, shape: Sequence[int]) -> Value:
+    """The stretch of an axis that the arguments name, for a result of this shape."""
     dim = call["dim"] % len(value.axes)
-    total, length = size_of(value.axes[dim]), call.out_shape()[dim]
+    total, length = size_of(value.axes[dim]), shape[dim]
     start = call.get("start") or 0
     if length in (0, total):
         axes = [*value.axes[:dim], value.axes[dim] if length else [], *value.axes[dim + 1 :]]
@@ -211,6 +215,22 @@ def take_slice(call: Call) -> Value:
     start = min(start % total if start < 0 else start, total)
     sizes = [n for n in (start, length, total - start - length) if n]
     return _pieces(call, value, dim, sizes)[1 if start else 0]
+
+
+@rule("slice_scatter")
+def write_slice(call: Call) -> Value:
+    value, written = call["self"], call["src"]
+    broadcast(call, [_stretch(call, value, written.shape), written])
+    return Value(value.axes)
+
+
+@rule("select_scatter")
+def write_one(call: Call) -> Value:
+    value, dim = call["self"], call["dim"] % len(call["self"].axes)
+    call.fix(value.axes[dim])
+    rest = [axis for d, axis in enumerate(value.axes) if d != dim]
+    broadcast(call, [Value(rest), call["src"]])
+    return Value(value.axes)
 
 
 @rule("select", keeps_stacks=True)
@@ -302,6 +322,15 @@ def diagonal(call: Call) -> Value:
         call.fix(value.axes[d])
     kept = [axis for d, axis in enumerate(value.axes) if d not in dims]
     return Value([*kept, call.fixed(call.out_shape()[-1])], value.source)
+
+
+@rule("diag_embed")
+def diagonal_matrix(call: Call) -> Value:
+    """Rows and columns are the same neurons, in the same order."""
+    value: Value = call["self"]
+    if call["offset"] or (call["dim1"], call["dim2"]) != (-2, -1):
+        raise UnsupportedError
+    return Value([*value.axes, value.axes[-1]], value.source)
 
 
 @rule("meshgrid")
