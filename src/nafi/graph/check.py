@@ -6,6 +6,7 @@ change the network's function when its groups are permuted; one that fails names
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import SpecError
 from nafi.graph.permute import permute, random_permutations
+from nafi.graph.precision import DoublePrecision
 from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import (
     Inputs,
@@ -167,13 +169,22 @@ def convert_inputs(
 
 
 def run(model: nn.Module, inputs: Inputs, *, training: bool = False, seed: int = 0) -> list[Tensor]:
-    """All tensors that the network returns in eval mode, or along the paths of training mode."""
-    with evaluating(model):
+    """All tensors that the network returns in eval mode, or along the paths of training mode.
+
+    A network in double precision computes nothing in less, whatever its code says.
+    """
+    with evaluating(model), _precision_of(model):
         if training:
             train_paths(model)
             torch.manual_seed(seed)
         result = model(*inputs)
     return [leaf.clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _precision_of(model: nn.Module) -> AbstractContextManager[Any]:
+    tensors = named_tensors(model).values()
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return DoublePrecision() if is_double else nullcontext()
 
 
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
