@@ -22,10 +22,11 @@ from nafi.errors import few
 from nafi.graph import atoms
 from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, pin_axis, resolve
 from nafi.graph.check import check_spec
+from nafi.graph.inputs import Inputs, check_inputs
 from nafi.graph.rules import KEEPS_STACKS, Call, Findings, Value, apply
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, holds_numbers
 from nafi.graph.tensors import Axis, Factor, Kind, Segment, TensorSpec, merge_fixed
-from nafi.graph.trace import Inputs, Op, Trace, named_tensors, trace
+from nafi.graph.trace import Op, Trace, named_tensors, trace
 
 _FOLDABLE = {"conv1d", "conv2d", "conv3d", "linear"} | {f"conv_transpose{d}d" for d in (1, 2, 3)}
 
@@ -37,11 +38,14 @@ class SpecWarning(UserWarning):
 def groups(model: nn.Module, example_inputs: Inputs, *, check: bool = True) -> ModelSpec:
     """Find which axes of the parameters and buffers carry the same neurons.
 
-    model: any module that torch.export can trace; left unchanged
-    example_inputs: the arguments of its forward, as a tuple; only their shapes matter
+    model: any module that torch can trace; left unchanged
+    example_inputs: the arguments of its forward: a tuple, or a dict of keyword arguments; only
+        their shapes matter, unless values decide what the network does
     check: permute every group at random in float64 and compare the outputs (`check_spec`)
     """
-    spec = analyse(model, example_inputs)
+    traced = trace(model, example_inputs)
+    spec = _spec_of(model, traced, example_inputs)
+    _warn_of_decisions(traced)
     _warn_of_gaps(spec)
     if check:
         check_spec(model, example_inputs, spec)
@@ -50,8 +54,18 @@ def groups(model: nn.Module, example_inputs: Inputs, *, check: bool = True) -> M
 
 def analyse(model: nn.Module, example_inputs: Inputs) -> ModelSpec:
     """What `groups` finds, without warnings and without the self-test."""
-    spec = _Walk(model, trace(model, example_inputs)).spec()
-    return replace(spec, example_inputs=tuple(example_inputs))
+    return _spec_of(model, trace(model, example_inputs), example_inputs)
+
+
+def _spec_of(model: nn.Module, traced: Trace, example_inputs: Inputs) -> ModelSpec:
+    return replace(_Walk(model, traced).spec(), example_inputs=check_inputs(example_inputs))
+
+
+def _warn_of_decisions(traced: Trace) -> None:
+    if traced.decisions:
+        text = f"values decide what the network does in {few(traced.decisions)}: its groups are"
+        text += " those of what it does on the example inputs, and other inputs may go other ways"
+        warnings.warn(text, SpecWarning, stacklevel=3)
 
 
 _UNUSED = "the network does not use it"

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class DoublePrecision(TorchDispatchMode):
+class DoublePrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A block in which operations read and make nothing but double precision."""
 
     def __torch_dispatch__(
