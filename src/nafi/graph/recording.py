@@ -142,7 +142,7 @@ def followed(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
     )
 
 
-class _Readings(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _Readings(TorchFunctionMode):
     """Lets the graph show where all values of a tensor are read, of which torch records nothing."""
 
     def __torch_function__(
