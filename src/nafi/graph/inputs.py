@@ -43,9 +43,13 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Run a network."""
-    args, kwargs = arguments(inputs)
+    """Run a network, on copies, for it may write into its inputs."""
+    args, kwargs = pytree.tree_map(_copied, arguments(inputs))
     return model(*args, **kwargs)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def returned_tensors(result: Any) -> list[Tensor]:

@@ -11,7 +11,7 @@ import io
 import logging
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,13 +132,16 @@ def followed(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
     kept, fed = placeholders[: len(held)], placeholders[len(held) :]
+    dependent = _dependent(graph, placeholders)
+    if not any(node in dependent for node in output.all_input_nodes):
+        raise ValueError("nothing that it returns is seen to depend on inputs or weights")
     return Recording(
         graph,
         dict(zip(kept, names.values(), strict=True)),
         tuple(fed),
         tuple(node for node in graph.nodes if node.op == "get_attr"),
         tuple(dict.fromkeys(output.all_input_nodes)),
-        _decisions(graph, {*kept, *fed}),
+        _decisions(dependent),
     )
 
 
@@ -157,19 +160,22 @@ class _Readings(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _decisions(graph: fx.Graph, given: set[fx.Node]) -> tuple[str, ...]:
-    """The lines where values that depend on inputs, weights or chance decide what is done.
+def _dependent(graph: fx.Graph, placeholders: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """All nodes that depend on inputs, weights or chance, in their order."""
+    dependent = dict.fromkeys(placeholders)
+    for node in graph.nodes:
+        if _is_random(node) or any(source in dependent for source in node.all_input_nodes):
+            dependent[node] = None
+    return dependent
+
+
+def _decisions(dependent: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The lines where values decide what is done.
 
     Not those of torch's own layers, which choose between ways to compute the same.
     """
-    depends = set(given)
-    lines: dict[str, None] = {}
-    for node in graph.nodes:
-        if _is_random(node) or not depends.isdisjoint(node.all_input_nodes):
-            depends.add(node)
-            if _decides(node) and not _is_in_torch(node):
-                lines[line_of(node) or node.name] = None
-    return tuple(lines)
+    nodes = [node for node in dependent if _decides(node) and not _is_in_torch(node)]
+    return tuple(dict.fromkeys(line_of(node) or node.name for node in nodes))
 
 
 def _is_random(node: fx.Node) -> bool:
