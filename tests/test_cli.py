@@ -149,6 +149,15 @@ def test_inspect_prints_groups_for_people_and_machines(tmp_path: Path) -> None:
     assert abs(data["coverage"] - (36 + 4 + 432) / (36 + 4 + 432 + 3)) < 1e-9
 
 
+def test_inspect_takes_keyword_arguments_from_the_module(tmp_path: Path) -> None:
+    write_network(tmp_path)
+    with (tmp_path / "networks.py").open("a") as file:
+        file.write("def example_inputs():\n    return {'input': torch.zeros(2, 1, 8, 8)}\n")
+    done = run("inspect", "--model", "networks:lenet", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads(done.stdout)["groups"]) == ["0"]
+
+
 def test_inspect_takes_example_inputs_from_the_module_and_warns_of_gaps(tmp_path: Path) -> None:
     write_network(tmp_path)
     with (tmp_path / "networks.py").open("a") as file:

@@ -466,6 +466,19 @@ def test_constants_that_are_not_saved_are_named() -> None:
         assert set(nafi.groups(model, (VECTORS,)).groups) == {"a"}
 
 
+def test_constants_that_are_even_tell_nothing_apart() -> None:
+    """A key bias of zeros beside learnt ones, as in BEiT; a scale for each token."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        bias = torch.cat([self.first, self.zeros])
+        return self.b((F.linear(x, self.a.weight) + bias).relu() * self.scale)
+
+    model = two(forward, inputs=8, first=parameter(3))
+    model.register_buffer("zeros", torch.zeros(3), persistent=False)
+    model.register_buffer("scale", torch.rand(7, 1).expand(7, 6).contiguous(), persistent=False)
+    assert nafi.groups(model, (TOKENS,)).widths == {"a": 3, "a/2": 3}
+
+
 def test_a_tensor_is_covered_if_nothing_of_it_was_given_up() -> None:
     """Six neurons of eight pass, two meet an operation without a rule."""
 

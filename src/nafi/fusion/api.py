@@ -43,7 +43,8 @@ def fuse(
     Args:
         models: S networks; their widths may differ (except for fedavg and rebasin). They are left
             as they are.
-        example_inputs: the arguments of a network's forward, as a tuple; only shapes matter.
+        example_inputs: the arguments of a network's forward: a tuple, or a dict of keyword
+            arguments; only shapes matter.
         method: nafi, pfnm, ot, rebasin, fedavg, ensemble, or the name of a method that another
             package provides; or a `Method` that was made before.
         class_counts: (S, K) samples per model and class: the output layer is then averaged by who

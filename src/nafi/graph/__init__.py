@@ -2,6 +2,7 @@
 
 from nafi.graph.check import check_spec
 from nafi.graph.groups import SpecWarning, groups
+from nafi.graph.inputs import Inputs, arguments, call, check_inputs, first_line, run_batches
 from nafi.graph.lift import Placement, Placements, Positions, Shares, lift, lift_block, lifted_rows
 from nafi.graph.neurons import Neurons, Role, Stretch, gather, rows_first, scatter, stretches
 from nafi.graph.normalisation import Normalisation, attach_batchnorm, calibrate, fold_batchnorm
@@ -11,16 +12,7 @@ from nafi.graph.rules import Call, Value, rule
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
 from nafi.graph.spectral import estimate_spectral, unit_spectral
 from nafi.graph.tensors import Axis, Kind, Layer, Segment, TensorSpec
-from nafi.graph.trace import (
-    Inputs,
-    check_inputs,
-    copy_network,
-    evaluating,
-    first_line,
-    named_tensors,
-    run_batches,
-    shared_names,
-)
+from nafi.graph.trace import copy_network, evaluating, named_tensors, shared_names
 
 __all__ = [
     "Axis",
@@ -44,8 +36,10 @@ __all__ = [
     "Stretch",
     "TensorSpec",
     "Value",
+    "arguments",
     "attach_batchnorm",
     "calibrate",
+    "call",
     "check_inputs",
     "check_spec",
     "copy_network",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from nafi.graph.recording import recording_alone
 from nafi.graph.trace import Op
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -34,7 +35,8 @@ def taken_apart(op: Op) -> fx.Graph | None:
         return target(*args, **kwargs)
 
     try:
-        graph: fx.Graph = make_fx(run)(*(_empty(value) for value in sizes)).graph
+        with recording_alone():
+            graph: fx.Graph = make_fx(run)(*(_empty(value) for value in sizes)).graph
     except Exception:  # it looks at values, or at where they are kept
         return None
     inner = [node for node in graph.nodes if node.op not in ("placeholder", "output")]

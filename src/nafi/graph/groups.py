@@ -33,10 +33,11 @@ from nafi.graph.atoms import (
 )
 from nafi.graph.check import check_spec
 from nafi.graph.composites import taken_apart
+from nafi.graph.inputs import Inputs, check_inputs
 from nafi.graph.rules import KEEPS_STACKS, RULES, Call, Findings, Value, apply
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, holds_numbers
 from nafi.graph.tensors import Axis, Factor, Kind, Segment, TensorSpec, merge_fixed
-from nafi.graph.trace import Inputs, Op, Trace, named_tensors, part_of, trace
+from nafi.graph.trace import Op, Trace, named_tensors, part_of, trace
 
 _FOLDABLE = {"conv1d", "conv2d", "conv3d", "linear"} | {f"conv_transpose{d}d" for d in (1, 2, 3)}
 
@@ -48,11 +49,14 @@ class SpecWarning(UserWarning):
 def groups(model: nn.Module, example_inputs: Inputs, *, check: bool = True) -> ModelSpec:
     """Find which axes of the parameters and buffers carry the same neurons.
 
-    model: any module that torch.export can trace; left unchanged
-    example_inputs: the arguments of its forward, as a tuple; only their shapes matter
+    model: any module that torch can trace; left unchanged
+    example_inputs: the arguments of its forward: a tuple, or a dict of keyword arguments; only
+        their shapes matter, unless values decide what the network does
     check: permute every group at random in float64 and compare the outputs (`check_spec`)
     """
-    spec = analyse(model, example_inputs)
+    traced = trace(model, example_inputs)
+    spec = _spec_of(model, traced, example_inputs)
+    _warn_of_decisions(traced)
     _warn_of_gaps(spec)
     if check:
         check_spec(model, example_inputs, spec)
@@ -61,8 +65,18 @@ def groups(model: nn.Module, example_inputs: Inputs, *, check: bool = True) -> M
 
 def analyse(model: nn.Module, example_inputs: Inputs) -> ModelSpec:
     """What `groups` finds, without warnings and without the self-test."""
-    spec = _Walk(model, trace(model, example_inputs)).spec()
-    return replace(spec, example_inputs=tuple(example_inputs))
+    return _spec_of(model, trace(model, example_inputs), example_inputs)
+
+
+def _spec_of(model: nn.Module, traced: Trace, example_inputs: Inputs) -> ModelSpec:
+    return replace(_Walk(model, traced).spec(), example_inputs=check_inputs(example_inputs))
+
+
+def _warn_of_decisions(traced: Trace) -> None:
+    if traced.decisions:
+        text = f"values decide what the network does in {few(traced.decisions)}: its groups are"
+        text += " those of what it does on the example inputs, and other inputs may go other ways"
+        warnings.warn(text, SpecWarning, stacklevel=3)
 
 
 _UNUSED = "the network does not use it"
@@ -145,10 +159,9 @@ class _Walk:
         for node, name in traced.tensors.items():
             self.values[node] = self.tensors[name]
         for node in traced.inputs:
-            self.values[node] = _fixed_value(node, Pin("model input"), fed=True)
-        for node in traced.constants:
-            name = node.name.removeprefix("c_").removeprefix("b_")
-            self.values[node] = _fixed_value(node, unsaved(name), fed=False)
+            self.values[node] = _fixed_value(node, Pin("model input"))
+        for node, constant in traced.constants.items():
+            self.values[node] = _constant_value(node, constant)
         for op in traced.ops:
             self._apply(op)
         for node in traced.outputs:
@@ -195,7 +208,7 @@ class _Walk:
         """Nodes become values, also within lists."""
         if isinstance(argument, torch.fx.Node):
             if argument.op == "get_attr" and argument not in self.values:
-                self.values[argument] = _fixed_value(argument, unsaved(argument.name), fed=False)
+                self.values[argument] = _fixed_value(argument, unsaved(argument.name))
             return self.values.get(argument)
         if isinstance(argument, list | tuple):
             return [self._lift(item) for item in argument]
@@ -444,12 +457,24 @@ class _Walk:
         return tuple(pairs)
 
 
-def _fixed_value(node: torch.fx.Node, pin: Pin, fed: bool) -> Any:
+def _fixed_value(node: torch.fx.Node, pin: Pin) -> Any:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         axes = [fixed(int(n), pin) for n in value.shape]
-        return Value(axes, boolean=value.dtype == torch.bool, fed=fed)
+        return Value(axes, boolean=value.dtype == torch.bool, fed=True)
     return value
+
+
+def _constant_value(node: torch.fx.Node, constant: torch.Tensor) -> Value:
+    """A tensor that is not saved. An axis along which it does not change tells nothing apart."""
+    pin = unsaved(node.name.removeprefix("c_").removeprefix("b_"))
+    first = [constant.narrow(d, 0, min(n, 1)) for d, n in enumerate(constant.shape)]
+    axes = [
+        fresh(n) if slice_.expand_as(constant).equal(constant) else fixed(n, pin)
+        for slice_, n in zip(first, constant.shape, strict=True)
+    ]
+    even = bool(constant.numel()) and bool((constant == constant.flatten()[0]).all())
+    return Value(axes, constant=even, boolean=constant.dtype == torch.bool)
 
 
 def _spec_axis(axis: atoms.Axis, names: dict[Atom, str]) -> Axis:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import SpecError
+from nafi.graph.inputs import run_batches
 from nafi.graph.spec import ModelSpec
 from nafi.graph.tensors import Kind, TensorSpec
-from nafi.graph.trace import copy_network, evaluating, named_tensors, run_batches, shared_names
+from nafi.graph.trace import copy_network, evaluating, named_tensors, shared_names
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nafi.errors import SpecError
 from nafi.graph.blocks import Block, blocks
+from nafi.graph.inputs import Inputs
 from nafi.graph.tensors import (
     UNIT,
     Axis,
@@ -83,7 +84,7 @@ class ModelSpec:
     batchnorms: tuple[tuple[str, str], ...] = ()
     folded: tuple[tuple[str, str], ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
-    example_inputs: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
+    example_inputs: Inputs | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         tensors = {name: self._with_parents(tensor) for name, tensor in self.tensors.items()}
