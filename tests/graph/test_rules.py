@@ -96,6 +96,13 @@ def two_kinds_of_heads(self: Any, x: Tensor) -> Tensor:
     return self.out((mixed + q * gained).transpose(1, 2).flatten(2))
 
 
+def short_time(self: Any, x: Tensor) -> Tensor:
+    window = torch.hann_window(16, dtype=x.dtype)
+    waves = torch.stft(self.a(x).flatten(0, 1), 16, window=window, return_complex=True)
+    signals = torch.istft(waves * waves.abs(), 16, window=window)
+    return self.b(signals.unflatten(0, (len(x), -1)).abs().mean(dim=2))
+
+
 def under_autocast(self: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         hidden = self.a(x).relu()
@@ -221,6 +228,11 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], set[str]]] = {
         two(lambda self, x: self.b(torch.fft.fft(self.a(x)).real)),
         (VECTORS,),
         set(),
+    ),
+    "short-time spectra": (
+        net(short_time, a=nn.Conv1d(7, 6, 1), b=nn.Linear(6, 2)),
+        (torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(0)),),
+        {"a"},
     ),
     "complex pairs": (
         two(

@@ -41,8 +41,19 @@ def view_as_complex(call: Call) -> Value:
 @rule("stft")
 def stft(call: Call) -> Value:
     """Frequencies and frames of each signal."""
-    value: Value = call["self"]
-    for axis in [value.axes[-1], *(axis for v in call.values()[1:] for axis in v.axes)]:
+    return _signals(call, 1)
+
+
+@rule("istft")
+def istft(call: Call) -> Value:
+    """From complex numbers, for each signal by itself."""
+    return _signals(call, 2)
+
+
+def _signals(call: Call, count: int) -> Value:
+    """The last axes of signals become others; windows are the same for all of them."""
+    value, *windows = call.values()
+    for axis in [*value.axes[-count:], *(axis for window in windows for axis in window.axes)]:
         call.fix(axis)
-    made = call.out_shape()[len(value.axes) - 1 :]
-    return Value([*value.axes[:-1], *(call.fixed(n) for n in made)])
+    kept = value.axes[:-count]
+    return Value([*kept, *(call.fixed(n) for n in call.out_shape()[len(kept) :])])
