@@ -231,10 +231,16 @@ def by_chance(self: Net, x: Tensor) -> Tensor:
     return straight(self, x) * (1 if torch.rand(1) < 0.5 else 2)
 
 
-@pytest.mark.parametrize("way", [branches, chosen_rows, repeated, listed, by_numpy, by_chance])
+@pytest.mark.parametrize("way", [branches, repeated, listed, by_numpy, by_chance])
 def test_what_values_decide_is_followed_and_told(way: Callable[..., Tensor]) -> None:
     with pytest.warns(SpecWarning, match=rf"values decide what .*{Path(__file__).name}, line"):
         spec = nafi.groups(Net(way), (VECTORS,))
+    assert spec.axes == analyse(Net(straight), (VECTORS,)).axes
+
+
+def test_rows_that_values_choose() -> None:
+    """Their number depends on values, but what is done with them does not."""
+    spec = quiet_groups(Net(chosen_rows), (VECTORS,))
     assert spec.axes == analyse(Net(straight), (VECTORS,)).axes
 
 

@@ -29,8 +29,6 @@ from nafi.graph.inputs import Inputs, arguments, returned_tensors
 # torch keeps what it is recording in global variables.
 _RECORDING = threading.Lock()
 _TORCH = str(Path(torch.__file__).parent)
-# What an operation makes depends on values, not only on shapes: a number, or a shape.
-_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -183,15 +181,8 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _decides(node: fx.Node) -> bool:
-    if _DECIDES.isdisjoint(getattr(node.target, "tags", ())):
-        return False
-    # Indices that are whole numbers give a shape that is known.
-    masks = [n for n in node.all_input_nodes if _dtype(n) in (torch.bool, torch.uint8)]
-    return node.target is not torch.ops.aten.index.Tensor or bool(masks)
-
-
-def _dtype(node: fx.Node) -> Any:
-    return getattr(node.meta.get("val"), "dtype", None)
+    """Whether the code learns a number. Sizes do not count: they are as in the example inputs."""
+    return torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
 
 
 def _is_in_torch(node: fx.Node) -> bool:
