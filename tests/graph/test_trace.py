@@ -238,10 +238,40 @@ def test_what_values_decide_is_followed_and_told(way: Callable[..., Tensor]) -> 
     assert spec.axes == analyse(Net(straight), (VECTORS,)).axes
 
 
-def test_rows_that_values_choose() -> None:
+def masked_rows(self: Net, x: Tensor) -> Tensor:
+    return self.two(torch.relu(self.one(x))[x[:, 0] > -100])
+
+
+def masked_pairs(self: Net, x: Tensor) -> Tensor:
+    hidden = torch.relu(self.one(x[:, None] + x))
+    return self.two(hidden[(x @ x.T > -100)])
+
+
+@pytest.mark.parametrize("way", [chosen_rows, masked_rows, masked_pairs])
+def test_rows_that_values_choose(way: Callable[..., Tensor]) -> None:
     """Their number depends on values, but what is done with them does not."""
-    spec = quiet_groups(Net(chosen_rows), (VECTORS,))
+    spec = quiet_groups(Net(way), (VECTORS,))
     assert spec.axes == analyse(Net(straight), (VECTORS,)).axes
+
+
+def test_neurons_that_values_choose_keep_their_places() -> None:
+    def way(self: Net, x: Tensor) -> Tensor:
+        hidden = self.one(x)
+        return self.two(hidden[:, hidden.sum(0) > -1e6])
+
+    assert quiet_groups(Net(way), (VECTORS,)).groups == {}
+
+
+def test_a_condition_of_torch_within_what_is_followed() -> None:
+    """Both of its branches are seen, only the `if` is followed."""
+
+    def way(self: Net, x: Tensor) -> Tensor:
+        hidden = torch.cond(x.sum() > 0, torch.relu, torch.tanh, (self.one(x),))
+        return self.two(hidden) if x.sum() < 1e6 else x
+
+    with pytest.warns(SpecWarning, match="values decide"):
+        spec = nafi.groups(Net(way), (VECTORS,))
+    assert spec.widths == {"one": 6}
 
 
 def test_a_line_that_decides_is_named() -> None:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from nafi.graph.inputs import Inputs, arguments, returned_tensors
+from nafi.graph.regions import inline_regions
 
 # torch keeps what it is recording in global variables.
 _RECORDING = threading.Lock()
@@ -45,7 +46,7 @@ class Recording:
     graph: fx.Graph
     tensors: Mapping[fx.Node, str]
     inputs: tuple[fx.Node, ...]
-    constants: tuple[fx.Node, ...]
+    constants: Mapping[fx.Node, Tensor]
     outputs: tuple[fx.Node, ...]
     decisions: tuple[str, ...] = ()
 
@@ -72,26 +73,29 @@ def exported(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
     stored: parameters and saved buffers by name
     """
     program = torch.export.export(model, *arguments(inputs))
+    inline_regions(program.graph_module)
     nodes = {node.name: node for node in program.graph.nodes}
     _check_sizes(program.graph)
     tensors: dict[fx.Node, str] = {}
     fed: list[fx.Node] = []
-    constants: list[fx.Node] = []
+    constants: dict[fx.Node, Tensor] = {}
     for spec in program.graph_signature.input_specs:
         node = nodes.get(spec.arg.name)
         if node is None:
             continue
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target in stored:
             tensors[node] = str(spec.target)
+        elif isinstance(constant := program.constants.get(str(spec.target)), Tensor):
+            constants[node] = constant
         else:
-            (fed if spec.kind is InputKind.USER_INPUT else constants).append(node)
+            fed.append(node)
     returned = dict.fromkeys(
         spec.arg.name
         for spec in program.graph_signature.output_specs
         if spec.kind == OutputKind.USER_OUTPUT and hasattr(spec.arg, "name")
     )
     outputs = tuple(nodes[name] for name in returned if name in nodes)
-    return Recording(program.graph, tensors, tuple(fed), tuple(constants), outputs)
+    return Recording(program.graph, tensors, tuple(fed), constants, outputs)
 
 
 def _check_sizes(graph: fx.Graph) -> None:
@@ -126,7 +130,9 @@ def followed(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
     )
     # Parts that torch.compile made are recorded as they were written.
     with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
-        graph: fx.Graph = recorder(held, given).graph
+        recorded = recorder(held, given)
+    inline_regions(recorded)
+    graph: fx.Graph = recorded.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
     kept, fed = placeholders[: len(held)], placeholders[len(held) :]
@@ -137,10 +143,16 @@ def followed(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
         graph,
         dict(zip(kept, names.values(), strict=True)),
         tuple(fed),
-        tuple(node for node in graph.nodes if node.op == "get_attr"),
+        _constants(recorded),
         tuple(dict.fromkeys(output.all_input_nodes)),
         _decisions(dependent),
     )
+
+
+def _constants(recorded: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    nodes = [node for node in recorded.graph.nodes if node.op == "get_attr"]
+    held = {node: getattr(recorded, str(node.target)) for node in nodes}
+    return {node: value for node, value in held.items() if isinstance(value, Tensor)}
 
 
 class _Readings(TorchFunctionMode):
