@@ -147,7 +147,12 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
         (encoder, (TOKENS,), {"mask": CAUSAL}),
         (encoder, (TOKENS,), {"mask": CAUSAL, "is_causal": True}),
         (decoder, (TOKENS, TOKENS), {"tgt_mask": CAUSAL}),
-        (transformer, (TOKENS, TOKENS), {"src_mask": CAUSAL, "tgt_mask": CAUSAL}),
+        pytest.param(
+            transformer,
+            (TOKENS, TOKENS),
+            {"src_mask": CAUSAL, "tgt_mask": CAUSAL},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_masks_change_nothing_about_the_groups(
@@ -187,9 +192,9 @@ def test_a_mask_that_the_network_makes_itself() -> None:
 
 # One of each kind; in the whole zoo both ways agree.
 KINDS = (
-    *("mlp_2", "shared_layer", "tied_autoencoder", "two_inputs", "lenet_view", "mobilenet"),
+    *("mlp_2", "shared_layer", "tied_autoencoder", "two_inputs", "lenet_view", "grouped_conv"),
     *("squeeze_excite", "group_norm", "pixel_shuffle", "tuple_outputs", "cross_attention"),
-    *("encoder_pre_norm", "einsum", "lstm_bidirectional", "tied_language_model"),
+    *("encoder_pre_norm", "einsum", "gru", "tied_language_model"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("monai_vit", "gpt2_language_model")),
 )
 
