@@ -147,7 +147,12 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
         (encoder, (TOKENS,), {"mask": CAUSAL}),
         (encoder, (TOKENS,), {"mask": CAUSAL, "is_causal": True}),
         (decoder, (TOKENS, TOKENS), {"tgt_mask": CAUSAL}),
-        (transformer, (TOKENS, TOKENS), {"src_mask": CAUSAL, "tgt_mask": CAUSAL}),
+        pytest.param(
+            transformer,
+            (TOKENS, TOKENS),
+            {"src_mask": CAUSAL, "tgt_mask": CAUSAL},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_masks_change_nothing_about_the_groups(
@@ -187,9 +192,9 @@ def test_a_mask_that_the_network_makes_itself() -> None:
 
 # One of each kind; in the whole zoo both ways agree.
 KINDS = (
-    *("mlp_2", "shared_layer", "tied_autoencoder", "two_inputs", "lenet_view", "mobilenet"),
+    *("mlp_2", "shared_layer", "tied_autoencoder", "two_inputs", "lenet_view", "grouped_conv"),
     *("squeeze_excite", "group_norm", "pixel_shuffle", "tuple_outputs", "cross_attention"),
-    *("encoder_pre_norm", "einsum", "lstm_bidirectional", "tied_language_model"),
+    *("encoder_pre_norm", "einsum", "gru", "tied_language_model"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("monai_vit", "gpt2_language_model")),
 )
 
@@ -231,11 +236,47 @@ def by_chance(self: Net, x: Tensor) -> Tensor:
     return straight(self, x) * (1 if torch.rand(1) < 0.5 else 2)
 
 
-@pytest.mark.parametrize("way", [branches, chosen_rows, repeated, listed, by_numpy, by_chance])
+@pytest.mark.parametrize("way", [branches, repeated, listed, by_numpy, by_chance])
 def test_what_values_decide_is_followed_and_told(way: Callable[..., Tensor]) -> None:
     with pytest.warns(SpecWarning, match=rf"values decide what .*{Path(__file__).name}, line"):
         spec = nafi.groups(Net(way), (VECTORS,))
     assert spec.axes == analyse(Net(straight), (VECTORS,)).axes
+
+
+def masked_rows(self: Net, x: Tensor) -> Tensor:
+    return self.two(torch.relu(self.one(x))[x[:, 0] > -100])
+
+
+def masked_pairs(self: Net, x: Tensor) -> Tensor:
+    hidden = torch.relu(self.one(x[:, None] + x))
+    return self.two(hidden[(x @ x.T > -100)])
+
+
+@pytest.mark.parametrize("way", [chosen_rows, masked_rows, masked_pairs])
+def test_rows_that_values_choose(way: Callable[..., Tensor]) -> None:
+    """Their number depends on values, but what is done with them does not."""
+    spec = quiet_groups(Net(way), (VECTORS,))
+    assert spec.axes == analyse(Net(straight), (VECTORS,)).axes
+
+
+def test_neurons_that_values_choose_keep_their_places() -> None:
+    def way(self: Net, x: Tensor) -> Tensor:
+        hidden = self.one(x)
+        return self.two(hidden[:, hidden.sum(0) > -1e6])
+
+    assert quiet_groups(Net(way), (VECTORS,)).groups == {}
+
+
+def test_a_condition_of_torch_within_what_is_followed() -> None:
+    """Both of its branches are seen, only the `if` is followed."""
+
+    def way(self: Net, x: Tensor) -> Tensor:
+        hidden = torch.cond(x.sum() > 0, torch.relu, torch.tanh, (self.one(x),))
+        return self.two(hidden) if x.sum() < 1e6 else x
+
+    with pytest.warns(SpecWarning, match="values decide"):
+        spec = nafi.groups(Net(way), (VECTORS,))
+    assert spec.widths == {"one": 6}
 
 
 def test_a_line_that_decides_is_named() -> None:

@@ -30,8 +30,6 @@ from nafi.graph.regions import inline_regions
 # torch keeps what it is recording in global variables.
 _RECORDING = threading.Lock()
 _TORCH = str(Path(torch.__file__).parent)
-# What an operation makes depends on values, not only on shapes: a number, or a shape.
-_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -133,6 +131,7 @@ def followed(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
     # Parts that torch.compile made are recorded as they were written.
     with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
         recorded = recorder(held, given)
+    inline_regions(recorded)
     graph: fx.Graph = recorded.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -144,10 +143,16 @@ def followed(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
         graph,
         dict(zip(kept, names.values(), strict=True)),
         tuple(fed),
-        {n: getattr(recorded, str(n.target)) for n in graph.nodes if n.op == "get_attr"},
+        _constants(recorded),
         tuple(dict.fromkeys(output.all_input_nodes)),
         _decisions(dependent),
     )
+
+
+def _constants(recorded: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    nodes = [node for node in recorded.graph.nodes if node.op == "get_attr"]
+    held = {node: getattr(recorded, str(node.target)) for node in nodes}
+    return {node: value for node, value in held.items() if isinstance(value, Tensor)}
 
 
 class _Readings(TorchFunctionMode):
@@ -188,15 +193,8 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _decides(node: fx.Node) -> bool:
-    if _DECIDES.isdisjoint(getattr(node.target, "tags", ())):
-        return False
-    # Indices that are whole numbers give a shape that is known.
-    masks = [n for n in node.all_input_nodes if _dtype(n) in (torch.bool, torch.uint8)]
-    return node.target is not torch.ops.aten.index.Tensor or bool(masks)
-
-
-def _dtype(node: fx.Node) -> Any:
-    return getattr(node.meta.get("val"), "dtype", None)
+    """Whether the code learns a number. Sizes do not count: they are as in the example inputs."""
+    return torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
 
 
 def _is_in_torch(node: fx.Node) -> bool:

@@ -121,7 +121,19 @@ def _meet(call: Call, one: Value, two: Value, but: int | None) -> None:
 def index(call: Call) -> Value:
     """Axes that are looked up by number are told apart; the others pass."""
     value: Value = call["self"]
+    entries = [entry for entry in call["indices"] if entry is not None]
+    if len(entries) == 1 and entries[0].boolean:
+        return _chosen(call, value, call["indices"].index(entries[0]), entries[0])
     return Value(_looked_up(call, value, call["indices"]))
+
+
+def _chosen(call: Call, value: Value, at: int, mask: Value) -> Value:
+    """A mask over some axes leaves one, the places where it is true; the others pass."""
+    end = at + len(mask.axes)
+    for one, two in zip(value.axes[at:end], mask.axes, strict=True):
+        call.fix(one)
+        call.fix(two)
+    return Value([*value.axes[:at], call.fixed(call.op.shapes[0][at]), *value.axes[end:]])
 
 
 @rule("index_put", "_index_put_impl", "_unsafe_index_put")
