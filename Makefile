@@ -48,6 +48,7 @@ bench: .venv/ready-dev
 	$(BIN)/python benchmarks/matching.py
 	$(BIN)/python benchmarks/graph.py
 	$(BIN)/python benchmarks/fusion.py
+	$(BIN)/python benchmarks/refit.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/federated.py
 
