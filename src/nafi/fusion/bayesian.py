@@ -53,7 +53,9 @@ class Bayesian(MatchingOptions, AligningMethod):
         with a max_width of 1.5, are a start
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset({"class_counts", "sample_counts", "input_moments"})
+    uses: ClassVar[frozenset[str]] = frozenset(
+        {"class_counts", "sample_counts", "input_moments", "probe"}
+    )
 
     direction: str = option(one_of(DIRECTIONS), "bottom-up")
     max_width: MaxWidth = option(MAX_WIDTH, None)

@@ -110,6 +110,8 @@ class AligningMethod(Method):
     restore_norm: give merged neurons the mean norm of their members, since averaging shrinks them
     """
 
+    uses: ClassVar[frozenset[str]] = frozenset({"probe"})
+
     batchnorm: str = option(one_of([way.value for way in Normalisation]), "attach")
     restore_norm: bool = option(SWITCH, True)
 

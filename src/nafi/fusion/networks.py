@@ -46,6 +46,7 @@ class Networks:
     specs, states: of each client, folded; they differ in widths only
     batchnorm: what becomes of normalisation; "average" averages networks as `unfolded` gives them
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
+    probe: one batch of inputs, on which to see what neurons do
     """
 
     clients: Clients
@@ -56,6 +57,7 @@ class Networks:
     states: tuple[Mapping[str, Tensor], ...]
     batchnorm: Normalisation
     learnt: frozenset[str]
+    probe: Inputs | None = None
 
     @property
     def spec(self) -> ModelSpec:
