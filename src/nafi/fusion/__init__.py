@@ -11,7 +11,7 @@ from nafi.fusion.merge import merge_tensors
 from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
 from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
-from nafi.fusion.probe import read_probe
+from nafi.fusion.probe import PROBE_LIMIT, read_probe
 from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import Agreement, FusionResult, Scores
@@ -22,6 +22,7 @@ from nafi.graph import calibrate
 
 __all__ = [
     "METHODS",
+    "PROBE_LIMIT",
     "Agreement",
     "AligningMethod",
     "Alignment",

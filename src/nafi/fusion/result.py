@@ -44,7 +44,8 @@ class Scores:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, NaN as None."""
-        clients = {n: _finite(score) for n, score in zip(self.names, self.clients, strict=True)}
+        named = zip(self.names, self.clients, strict=True)
+        clients = [{"name": name, "score": _finite(score)} for name, score in named]
         ensemble = None if self.ensemble is None else _finite(self.ensemble)
         fused = _finite(self.fused)
         return {"clients": clients, "ensemble": ensemble, "fused": fused, "better": self.better}
