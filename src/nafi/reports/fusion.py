@@ -19,7 +19,7 @@ from nafi.version import __version__
 Rows = Sequence[Mapping[str, Any]]
 Fits = Mapping[str, Mapping[str, Any]]
 _HEADINGS = ("group", "local width", "fused width", "factor", "shared by", "by one", "by all")
-_FIT_HEADINGS = ("weight", "inputs", "samples", "ridge", "error before", "after")
+_FIT_HEADINGS = ("weight", "error before", "after", "ridge", "inputs", "samples")
 
 
 def fusion_table(rows: Rows, title: str) -> Table:
@@ -126,7 +126,7 @@ def _score_bars(scores: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _fit_cells(name: str, fit: Mapping[str, Any]) -> list[str]:
     errors = [f"{fit[key]:.2g}" for key in ("before", "after")]
-    return [name, str(fit["inputs"]), str(fit["samples"]), f"{fit['ridge']:.2g}", *errors]
+    return [name, *errors, f"{fit['ridge']:.2g}", str(fit["inputs"]), str(fit["samples"])]
 
 
 def _fit_row(name: str, fit: Mapping[str, Any]) -> dict[str, Any]:
