@@ -64,7 +64,7 @@ def test_scores_are_visible(tmp_path: Path, width: int) -> None:
     fusion_page(page)
     seen = seen_on(page, width, 1600)
     assert seen.count("TABLE:true") == 2
-    assert seen.count("svg:true") == 4
+    assert seen.count("svg:true") == 4 + 3
     assert seen[-1] == "overflow:false"
 
 

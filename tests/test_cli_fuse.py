@@ -244,7 +244,7 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("samples", r"--sample-counts: found '3,x'"),
         ("no probe", r"probe: inputs\.npz does not exist; expected a \.safetensors or \.npy file"),
         ("probe shape", r"probe: found 0\.bias, 0\.weight.*expected inputs by the names input"),
-        ("probe foreign", r"probe: counts\.npy is not a file of numpy\.save"),
+        ("probe foreign", r"probe: counts\.npy cannot be read as an array of numbers"),
         ("probe folder", r"probe: \. is a folder, but the network takes no images"),
         ("probe function", r"networks:broken failed: RuntimeError: no weights here"),
         ("probe for fedavg", r"probe: method fedavg does not use"),

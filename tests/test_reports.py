@@ -375,6 +375,7 @@ def fusion_page(path: Path) -> str:
         {"seconds": "1.0"},
         verdict={"tone": "bad", "text": "Worse than a client.", "advice": ("try <width>",)},
         scores=scored([0.2, 0.5], 0.4, 0.3),
+        agreement={**scored([0.5, 0.75], None, 0.875), "of": "classes", "inputs": 64},
         fits={"conv.weight": FIT, "head.weight": {**FIT, "before": 3.0}},
         kept={"position": "no product", "token": "no product", "scale": "nobody reads it"},
     )
@@ -384,7 +385,7 @@ def fusion_page(path: Path) -> str:
 def test_a_page_of_a_fusion_shows_scores_and_refits(tmp_path: Path) -> None:
     text = fusion_page(tmp_path / "page.html")
     page = Page(text)
-    assert page.tags["svg"] == 4 + 1 + 2  # models, groups, refitted weights
+    assert page.tags["svg"] == 4 + 3 + 1 + 2  # scores, agreement, groups, refitted weights
     assert page.tags["td"] == 7 + 2 * 7
     assert page.fetched == []
     assert '<dt>no product</dt><dd class="names">position, token</dd>' in text

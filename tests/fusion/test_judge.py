@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nafi
-from nafi.fusion import Agreement, FusionResult, FusionWarning, Scores, verdict
+from nafi.fusion import Agreement, FusionResult, FusionWarning, Scores, check_clients, verdict
 from nafi.fusion.judge import agreement
 from tests.fusion.networks import seeded, trained_norms
 
@@ -45,6 +45,7 @@ def test_clients_ensemble_and_fused_model_are_scored() -> None:
     assert [s for s in steps if "scoring" in s] == [
         *(f"scoring model {s}" for s in range(3)),
         "scoring the ensemble",
+        "scoring the result",
     ]
 
 
@@ -111,7 +112,9 @@ def test_agreement_on_classes_by_hand() -> None:
     assert found is not None
     assert (found.of, found.inputs) == ("classes", 30)
     assert found.clients == pytest.approx(alone)
-    assert agreement(models, models[0], (X,)).fused == pytest.approx(alone[0])
+    same = agreement(check_clients(models, None, None, None), models[0], (X,))
+    assert same is not None
+    assert same.fused == pytest.approx(alone[0])
 
 
 class Two(nn.Module):
@@ -127,7 +130,8 @@ class Two(nn.Module):
 
 def test_agreement_on_values_by_hand() -> None:
     """y = w x + c: the error of another w is (w - w')^2 of the variance, that of a shift c^2."""
-    models = [Two(0.5, 1.0), Two(1.5, -1.0)]  # the mean: weight 1, shift 0
+    # The mean has weight 1 and shift 0.
+    models = check_clients([Two(0.5, 1.0), Two(1.5, -1.0)], None, None, None)
     spread = float(X.double().sum(dim=1).var(correction=0))
     inputs = X - X.mean(dim=0)
     for weight, shift in [(1.0, 0.0), (0.7, 0.0), (1.2, 0.5)]:
@@ -177,10 +181,12 @@ def test_a_verdict_without_scores_is_none() -> None:
     assert nothing.tone == "unknown"
     assert "Nobody has measured" in nothing.text
     assert any("--validate" in advice for advice in nothing.advice)
-    agreed = FusionResult(nn.Identity(), agreement=Agreement("classes", 0.875, (0.5, 0.75), 64))
+    agreed = FusionResult(
+        nn.Identity(), agreement=Agreement("classes", 0.875, (0.5, 0.75), 64, ("a", "b"))
+    )
     found = verdict(agreed)
     assert found.tone == "unknown"
     assert "64 inputs" in found.text
     assert "88% of the time; clients alone do 50% to 75%" in found.text
-    values = replace(agreed, agreement=Agreement("values", 0.9, (0.5, 0.75), 64))
+    values = replace(agreed, agreement=replace(classes, of="values", fused=0.9))
     assert "0.90 of the variance" in verdict(values).text

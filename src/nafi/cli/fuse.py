@@ -241,6 +241,7 @@ def _write_page(result: FusionResult, out: Path, report: Path) -> None:
         facts,
         verdict=asdict(verdict(result)),
         scores=None if result.scores is None else result.scores.to_dict(),
+        agreement=None if result.agreement is None else result.agreement.to_dict(),
         fits={name: asdict(fit) for name, fit in result.fits.items()},
         kept=result.kept,
     )

@@ -95,11 +95,11 @@ def fuse(
     else:
         # Clients first, so that a function that fails does so before the work.
         alone = score_clients(clients, example_inputs, validate, report)
-        result = _best(chosen, validate, fuse_variant)
+        result = _best(chosen, validate, fuse_variant, report)
         result = replace(result, scores=replace(alone, fused=result.diagnostics["score"]))
     if inputs is not None:
         report("comparing with the ensemble", 0, 1)
-        result = replace(result, agreement=agreement(clients.models, result.model, inputs))
+        result = replace(result, agreement=agreement(clients, result.model, inputs))
     warn_if_worse(result)
     diagnostics = {
         "method": chosen.name,
@@ -136,13 +136,17 @@ class _Spread(nn.Module):
 
 
 def _best(
-    method: Method, validate: Validate, fuse_variant: Callable[[Method], FusionResult]
+    method: Method,
+    validate: Validate,
+    fuse_variant: Callable[[Method], FusionResult],
+    progress: Progress,
 ) -> FusionResult:
     """The result of the variant with the highest score, with the scores of all."""
     best, highest = None, -np.inf
     scores = []
     for variant in method.variants():
         result = fuse_variant(variant)
+        progress("scoring the result", 0, 1)
         found = score(validate, result.model)
         entry = {**variant.differences(method), "score": found}
         scores.append({**entry, "widths": result.widths})

@@ -81,9 +81,9 @@ def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate
         return None
 
 
-def agreement(models: Sequence[nn.Module], fused: nn.Module, probe: Inputs) -> Agreement | None:
-    """How far the fused model does on the probe what the models' mean does; None without a mean."""
-    outputs = [_leaves(model, probe) for model in models]
+def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | None:
+    """How far the fused model does on a probe what its clients' mean does; None without a mean."""
+    outputs = [_leaves(model, probe) for model in clients.models]
     shapes = [[leaf.shape for leaf in leaves] for leaves in outputs]
     if any(found != shapes[0] for found in shapes) or not _averages(outputs[0]):
         return None
@@ -95,6 +95,7 @@ def agreement(models: Sequence[nn.Module], fused: nn.Module, probe: Inputs) -> A
         compare(_leaves(fused, probe), mean),
         tuple(compare(leaves, mean) for leaves in outputs),
         batch_size(probe),
+        clients.names,
     )
 
 

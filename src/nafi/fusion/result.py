@@ -6,7 +6,7 @@ good it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -44,8 +44,7 @@ class Scores:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, NaN as None."""
-        named = zip(self.names, self.clients, strict=True)
-        clients = [{"name": name, "score": _finite(score)} for name, score in named]
+        clients = _named(self.names, self.clients)
         ensemble = None if self.ensemble is None else _finite(self.ensemble)
         fused = _finite(self.fused)
         return {"clients": clients, "ensemble": ensemble, "fused": fused, "better": self.better}
@@ -57,19 +56,26 @@ class Agreement:
 
     of: "classes", the share of inputs that are given the same class; or "values", the share of the
         outputs' variance that is explained (R squared, minus infinity for outputs that are NaN)
-    fused: of the fused model; clients: of each client alone; inputs: how many were compared
+    fused: of the fused model; clients: of each client alone, under `names`
+    inputs: how many were compared
     """
 
     of: str
     fused: float
     clients: tuple[float, ...]
     inputs: int
+    names: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, minus infinity as None."""
-        clients = [_finite(value) for value in self.clients]
+        clients = _named(self.names, self.clients)
         fused = _finite(self.fused)
-        return {"of": self.of, "fused": fused, "clients": clients, "inputs": self.inputs}
+        return {"of": self.of, "clients": clients, "fused": fused, "inputs": self.inputs}
+
+
+def _named(names: Sequence[str], scores: Sequence[float]) -> list[dict[str, Any]]:
+    pairs = zip(names, scores, strict=True)
+    return [{"name": name, "score": _finite(score)} for name, score in pairs]
 
 
 def _finite(value: float) -> float | None:

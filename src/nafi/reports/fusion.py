@@ -19,6 +19,12 @@ from nafi.version import __version__
 Rows = Sequence[Mapping[str, Any]]
 Fits = Mapping[str, Mapping[str, Any]]
 _HEADINGS = ("group", "local width", "fused width", "factor", "shared by", "by one", "by all")
+_AGREEMENTS = {
+    "classes": "The share of {} unlabelled inputs that get the class which the ensemble of all "
+    "clients gives them. It is no accuracy: the ensemble may be wrong.",
+    "values": "The share of the variance of the clients' mean output that is explained "
+    "(R squared), on {} unlabelled inputs. It says nothing of how good that mean is.",
+}
 _FIT_HEADINGS = ("weight", "error before", "after", "ridge", "inputs", "samples")
 
 
@@ -61,12 +67,15 @@ def write_fusion_page(
     *,
     verdict: Mapping[str, Any],
     scores: Mapping[str, Any] | None = None,
+    agreement: Mapping[str, Any] | None = None,
     fits: Fits | None = None,
     kept: Mapping[str, str] | None = None,
 ) -> None:
     """One self-contained page: how good the result is, and who shares the neurons of each group.
 
-    verdict: tone, text and advice; kept: weight -> why it was not refitted
+    verdict: tone, text and advice
+    scores, agreement: of clients, ensemble and fused model, as their `to_dict` gives them
+    kept: weight -> why it was not refitted
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined  # of nafi[lab]; tables need none
 
@@ -79,7 +88,7 @@ def write_fusion_page(
     page = environment.get_template("fusion.html").render(
         title=title,
         verdict=verdict,
-        scores=_score_bars(scores) if scores is not None else [],
+        charts=_charts(scores, agreement),
         fits=[_fit_row(name, fit) for name, fit in (fits or {}).items()],
         fit_headings=_FIT_HEADINGS,
         kept=_by_reason(kept or {}),
@@ -91,6 +100,23 @@ def write_fusion_page(
     )
     with atomic_path(path) as partial:
         partial.write_text(page, encoding="utf-8")
+
+
+def _charts(
+    scores: Mapping[str, Any] | None, agreement: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """The bars of a page, each with a title and a note."""
+    charts = []
+    if scores is not None:
+        note = "The higher the better; the dashed line is the best client alone."
+        if scores["ensemble"] is not None:
+            note += " The ensemble runs all clients side by side: it is no single model."
+        charts.append({"title": "Scores", "note": note, "bars": _score_bars(scores)})
+    if agreement is not None:
+        bars = _score_bars({"ensemble": None, **agreement})
+        note = _AGREEMENTS[agreement["of"]].format(agreement["inputs"])
+        charts.append({"title": "Agreement with the ensemble", "note": note, "bars": bars})
+    return charts
 
 
 def _scored(scores: Mapping[str, Any]) -> list[dict[str, Any]]:
