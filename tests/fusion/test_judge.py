@@ -181,9 +181,8 @@ def test_a_verdict_without_scores_is_none() -> None:
     assert nothing.tone == "unknown"
     assert "Nobody has measured" in nothing.text
     assert any("--validate" in advice for advice in nothing.advice)
-    agreed = FusionResult(
-        nn.Identity(), agreement=Agreement("classes", 0.875, (0.5, 0.75), 64, ("a", "b"))
-    )
+    classes = Agreement("classes", 0.875, (0.5, 0.75), 64, ("a", "b"))
+    agreed = FusionResult(nn.Identity(), agreement=classes)
     found = verdict(agreed)
     assert found.tone == "unknown"
     assert "64 inputs" in found.text
