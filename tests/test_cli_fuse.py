@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -369,7 +370,9 @@ def test_a_probe_by_file_and_by_function(folder: Path) -> None:
     save_file({"anything": inputs}, folder / "inputs.safetensors")
     np.save(folder / "inputs.npy", inputs.numpy())
     torch.save(inputs, folder / "inputs.pt")
-    direct = nafi.fuse([network(s) for s in range(3)], (torch.zeros(2, 6),), probe=inputs)
+    models = [network(s) for s in range(3)]
+    direct = nafi.fuse(models, (torch.zeros(2, 6),), probe=inputs, names=FILES)
+    assert set(direct.fits) == {"0.weight", "2.weight", "4.weight"}
     assert direct.agreement is not None
     for source in ("inputs.safetensors", "inputs.npy", "networks:inputs"):
         code, out, err = fused(folder, "--force", "--probe", source, "--json")
@@ -377,8 +380,10 @@ def test_a_probe_by_file_and_by_function(folder: Path) -> None:
         told = json.loads(out)
         assert told["agreement"] == direct.agreement.to_dict()
         assert told["verdict"]["tone"] == "unknown"
+        assert told["fits"] == {name: asdict(fit) for name, fit in direct.fits.items()}
     code, out, err = fused(folder, "--force", "--probe", "inputs.npy", "--report", "page.html")
     assert code == 0, err
+    assert re.search(r"│ 4\.weight +│", out)
     for text in (out, (folder / "page.html").read_text()):
         assert "Nobody has scored this model" in text
         assert f"{direct.agreement.fused:.0%} of the time" in text

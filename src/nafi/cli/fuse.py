@@ -69,7 +69,7 @@ def fuse(
         bool,
         typer.Option(
             "--calibrate",
-            help="Average normalisation (--batchnorm average) and measure it on the probe.",
+            help="Measure averaged normalisation (--batchnorm average) on the probe; no refit.",
         ),
     ] = False,
     validate: Annotated[
@@ -108,10 +108,10 @@ def fuse(
         require("jinja2")
     if require_better and validate is None:
         raise InputError("--require-better needs --validate, which says what is better")
-    if calibrate:
-        batchnorm = _calibrated(batchnorm, probe)
     command_options = {"penalty": penalty, "evidence": evidence, "max_width": max_width}
     command_options |= {"batchnorm": batchnorm, "seed": seed}
+    if calibrate:
+        command_options |= _calibrated(batchnorm, probe)
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
     if validate is None:
@@ -157,13 +157,13 @@ def fuse(
     _tell(result, out, report, as_json)
 
 
-def _calibrated(batchnorm: str | None, probe: str | None) -> str:
-    """What becomes of normalisation that is measured on a probe."""
+def _calibrated(batchnorm: str | None, probe: str | None) -> dict[str, Any]:
+    """The options of a method whose normalisation is measured on a probe, instead of a refit."""
     if probe is None:
         raise InputError("--calibrate needs --probe, the inputs to measure normalisation on")
     if batchnorm not in (None, "average"):
         raise InputError(f"--calibrate: found --batchnorm {batchnorm}, expected average or nothing")
-    return "average"
+    return {"batchnorm": "average", "refit": False}
 
 
 def _scoring(name: str) -> Validate:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from nafi.fusion.statistics import LayerFit
 from nafi.graph import ModelSpec
 from nafi.matching import Index, Matching
 
@@ -111,7 +112,7 @@ class FusionResult:
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
     scores: Scores | None = None
     agreement: Agreement | None = None
-    fits: Mapping[str, Any] = field(default_factory=dict)
+    fits: Mapping[str, LayerFit] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
 
     def owners(self, group: str) -> Index:
