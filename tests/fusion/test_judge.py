@@ -117,6 +117,24 @@ def test_agreement_on_classes_by_hand() -> None:
     assert same.fused == pytest.approx(alone[0])
 
 
+def test_agreement_is_with_those_who_know_a_class() -> None:
+    """Each class is known to one client alone, so the ensemble has its logits of that class."""
+    models = clients()
+    found = nafi.fuse(models, EXAMPLE, probe=X, class_counts=[[9, 0, 0], [0, 5, 0], [0, 0, 7]])
+    with torch.no_grad():
+        known = torch.stack([model(X)[:, k] for k, model in enumerate(models)], dim=1)
+        alone = [float((known.argmax(1) == m(X).argmax(1)).double().mean()) for m in models]
+    assert found.agreement is not None
+    assert found.agreement.clients == pytest.approx(alone)
+
+
+def test_agreement_weighs_clients_by_their_samples() -> None:
+    models = check_clients([Two(0.0, 0.0), Two(2.0, 0.0)], None, [3, 1], None)
+    found = agreement(models, Two(0.5, 0.0), (X,))
+    assert found is not None
+    assert found.fused == pytest.approx(1.0)
+
+
 class Two(nn.Module):
     """Two outputs, of other sizes and far from zero."""
 

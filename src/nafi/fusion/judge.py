@@ -82,12 +82,15 @@ def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate
 
 
 def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | None:
-    """How far the fused model does on a probe what its clients' mean does; None without a mean."""
+    """How far the fused model does on a probe what its clients' mean does; None without a mean.
+
+    Clients weigh in the mean what they weigh in the fusion: by classes or samples, if known.
+    """
     outputs = [_leaves(model, probe) for model in clients.models]
     shapes = [[leaf.shape for leaf in leaves] for leaves in outputs]
     if any(found != shapes[0] for found in shapes) or not _averages(outputs[0]):
         return None
-    mean = [torch.stack(leaves).mean(dim=0) for leaves in zip(*outputs, strict=True)]
+    mean = [_mean(torch.stack(leaves), clients) for leaves in zip(*outputs, strict=True)]
     classes = len(mean) == 1 and mean[0].ndim == 2 and mean[0].shape[1] > 1
     compare = _same_classes if classes else _explained
     return Agreement(
@@ -105,6 +108,16 @@ def _leaves(model: nn.Module, inputs: Inputs) -> list[Tensor]:
         outputs: Any = model(*inputs)
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     return [leaf.cpu().double() if leaf.is_floating_point() else leaf.cpu() for leaf in leaves]
+
+
+def _mean(outputs: Tensor, clients: Clients) -> Tensor:
+    """Of (S, ...) outputs, each class by who has seen it if the outputs are classes."""
+    weights, classes = clients.model_weights, clients.class_weights
+    form = [len(clients)] + [1] * (outputs.ndim - 1)
+    if classes is not None and outputs.ndim > 2 and outputs.shape[2] == classes.shape[1]:
+        weights, form[2] = classes, classes.shape[1]
+    shares = torch.from_numpy(weights).reshape(form)
+    return (shares * outputs).sum(dim=0) / len(clients)
 
 
 def _averages(leaves: Sequence[Tensor]) -> bool:

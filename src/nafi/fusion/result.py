@@ -55,6 +55,8 @@ class Scores:
 class Agreement:
     """How far models do what the ensemble of all clients does on a probe; no labels are needed.
 
+    In this ensemble clients weigh what they weigh in the fusion: by classes or samples, if known.
+
     of: "classes", the share of inputs that are given the same class; or "values", the share of the
         outputs' variance that is explained (R squared, minus infinity for outputs that are NaN)
     fused: of the fused model; clients: of each client alone, under `names`

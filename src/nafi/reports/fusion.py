@@ -151,13 +151,13 @@ def _score_bars(scores: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _fit_cells(name: str, fit: Mapping[str, Any]) -> list[str]:
-    errors = [f"{fit[key]:.2g}" for key in ("before", "after")]
+    errors = [f"{max(0.0, fit[key]):.2g}" for key in ("before", "after")]  # but for rounding
     return [name, *errors, f"{fit['ridge']:.2g}", str(fit["inputs"]), str(fit["samples"])]
 
 
 def _fit_row(name: str, fit: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the page: its cells, and both errors as lengths in percent."""
-    before, after = (min(100.0, 100 * fit[key]) for key in ("before", "after"))
+    before, after = (min(100.0, max(0.0, 100 * fit[key])) for key in ("before", "after"))
     cells = _fit_cells(name, fit)
     return {"cells": cells, "before": round(before, 2), "after": round(after, 2)}
 
