@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import nafi
 from nafi.fusion import Agreement, FusionResult, FusionWarning, Scores, check_clients, verdict
 from nafi.fusion.judge import agreement
+from nafi.fusion.statistics import LayerFit
 from tests.fusion.networks import seeded, trained_norms
 
 EXAMPLE = (torch.zeros(2, 6),)
@@ -205,5 +206,8 @@ def test_a_verdict_without_scores_is_none() -> None:
     assert found.tone == "unknown"
     assert "64 inputs" in found.text
     assert "88% of the time; clients alone do 50% to 75%" in found.text
+    assert "fitted" not in found.text
+    fit = LayerFit(ridge=0.1, before=0.5, after=0.1, inputs=3, samples=64)
+    assert "to which its layers were fitted" in verdict(replace(agreed, fits={"0": fit})).text
     values = replace(agreed, agreement=replace(classes, of="values", fused=0.9))
     assert "0.90 of the variance" in verdict(values).text

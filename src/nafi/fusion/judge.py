@@ -157,7 +157,9 @@ def verdict(result: FusionResult) -> Verdict:
         return _scored(result.scores, probed=result.agreement is not None or bool(result.fits))
     score_it = "score it against its clients: validate=, or --validate module:function"
     if result.agreement is not None:
-        text = f"Nobody has scored this model. {_agreed(result.agreement)}"
+        where = f"On {result.agreement.inputs} inputs of the probe"
+        where += ", to which its layers were fitted," if result.fits else ""
+        text = f"Nobody has scored this model. {where} {_agreed(result.agreement)}"
         return Verdict("unknown", text, (score_it,))
     probe = "give some dozens of unlabelled inputs: probe=, or --probe FILE"
     return Verdict(
@@ -185,12 +187,12 @@ def _agreed(found: Agreement) -> str:
     low, high = min(found.clients), max(found.clients)
     if found.of == "classes":
         return (
-            f"On {found.inputs} inputs of the probe it says what the ensemble of its clients says "
-            f"{found.fused:.0%} of the time; clients alone do {low:.0%} to {high:.0%}."
+            f"it says what the ensemble of its clients says {found.fused:.0%} of the time; "
+            f"clients alone do {low:.0%} to {high:.0%}."
         )
     return (
-        f"On {found.inputs} inputs of the probe it explains {found.fused:.2f} of the variance of "
-        f"its clients' mean output (R squared); clients alone do {low:.2f} to {high:.2f}."
+        f"it explains {found.fused:.2f} of the variance of its clients' mean output (R squared); "
+        f"clients alone do {low:.2f} to {high:.2f}."
     )
 
 

@@ -88,7 +88,7 @@ def write_fusion_page(
     page = environment.get_template("fusion.html").render(
         title=title,
         verdict=verdict,
-        charts=_charts(scores, agreement),
+        charts=[*_score_chart(scores), *_agreement_chart(agreement, fitted=bool(fits))],
         fits=[_fit_row(name, fit) for name, fit in (fits or {}).items()],
         fit_headings=_FIT_HEADINGS,
         kept=_by_reason(kept or {}),
@@ -102,21 +102,24 @@ def write_fusion_page(
         partial.write_text(page, encoding="utf-8")
 
 
-def _charts(
-    scores: Mapping[str, Any] | None, agreement: Mapping[str, Any] | None
-) -> list[dict[str, Any]]:
-    """The bars of a page, each with a title and a note."""
-    charts = []
-    if scores is not None:
-        note = "The higher the better; the dashed line is the best client alone."
-        if scores["ensemble"] is not None:
-            note += " The ensemble runs all clients side by side: it is no single model."
-        charts.append({"title": "Scores", "note": note, "bars": _score_bars(scores)})
-    if agreement is not None:
-        bars = _score_bars({"ensemble": None, **agreement})
-        note = _AGREEMENTS[agreement["of"]].format(agreement["inputs"])
-        charts.append({"title": "Agreement with the ensemble", "note": note, "bars": bars})
-    return charts
+def _score_chart(scores: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Bars of scores with a title and a note, if there are any."""
+    if scores is None:
+        return []
+    note = "The higher the better; the dashed line is the best client alone."
+    if scores["ensemble"] is not None:
+        note += " The ensemble runs all clients side by side: it is no single model."
+    return [{"title": "Scores", "note": note, "bars": _score_bars(scores)}]
+
+
+def _agreement_chart(agreement: Mapping[str, Any] | None, fitted: bool) -> list[dict[str, Any]]:
+    """The same for what models have in common with the ensemble."""
+    if agreement is None:
+        return []
+    note = _AGREEMENTS[agreement["of"]].format(agreement["inputs"])
+    note += " The layers were fitted to the same inputs." if fitted else ""
+    bars = _score_bars({"ensemble": None, **agreement})
+    return [{"title": "Agreement with the ensemble", "note": note, "bars": bars}]
 
 
 def _scored(scores: Mapping[str, Any]) -> list[dict[str, Any]]:
