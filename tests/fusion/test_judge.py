@@ -50,6 +50,26 @@ def test_clients_ensemble_and_fused_model_are_scored() -> None:
     ]
 
 
+def test_the_ensemble_knows_of_classes_what_the_fusion_knows() -> None:
+    """Each class is known to one client alone: the mean of equals would be another ensemble."""
+    models, counts = clients(), [[9, 0, 0], [0, 5, 0], [0, 0, 7]]
+    with torch.no_grad():
+        known = torch.stack([model(X)[:, k] for k, model in enumerate(models)], dim=1)
+        equal = torch.stack([model(X) for model in models]).mean(dim=0)
+    labels = known.argmax(dim=1)
+    assert not labels.equal(equal.argmax(dim=1))
+
+    def right(model: nn.Module) -> float:
+        with torch.no_grad():
+            outputs = model(X)
+        assert outputs.dtype == X.dtype
+        return float((outputs.argmax(dim=1) == labels).double().mean())
+
+    found = nafi.fuse(models, EXAMPLE, class_counts=counts, validate=right)
+    assert found.scores is not None
+    assert found.scores.ensemble == 1.0
+
+
 def test_clients_are_left_as_they_are() -> None:
     models = [trained_norms(s).train() for s in range(2)]
     before = [{n: t.clone() for n, t in model.state_dict().items()} for model in models]

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
-from nafi.fusion.ensemble import Ensemble
+from nafi.fusion.ensemble import EnsembleNetwork
 from nafi.fusion.method import Progress
 from nafi.fusion.networks import FusionWarning
 from nafi.fusion.probe import batch_size
@@ -66,12 +66,31 @@ def score_clients(
     return Scores(tuple(found), ensemble, -inf, clients.names)
 
 
+class _Ensemble(EnsembleNetwork):
+    """All clients side by side, each with the weight that it has in the fusion.
+
+    A fusion that knows who has seen which class would look better than it is beside an ensemble
+    that does not.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        models = [copy_network(model) for model in clients.models]
+        super().__init__(models, [], "logits")
+        self.clients = clients
+
+    def _mean(self, tensors: list[Any]) -> Any:
+        if not isinstance(tensors[0], Tensor) or not tensors[0].is_floating_point():
+            return tensors[0]
+        return _mean(torch.stack(tensors), self.clients)
+
+
 def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate) -> float | None:
+    network = _Ensemble(clients).eval()
     try:
-        network = Ensemble().fuse((clients, example_inputs), lambda *_: None).model
-    except InputError:
+        leaves = _leaves(network, example_inputs)
+    except (RuntimeError, ValueError, TypeError):  # outputs of different shapes, say
         return None
-    if not _averages(_leaves(network, example_inputs)):
+    if not _averages(leaves):
         return None
     try:
         return score(validate, network)
@@ -116,7 +135,7 @@ def _mean(outputs: Tensor, clients: Clients) -> Tensor:
     form = [len(clients)] + [1] * (outputs.ndim - 1)
     if classes is not None and outputs.ndim > 2 and outputs.shape[2] == classes.shape[1]:
         weights, form[2] = classes, classes.shape[1]
-    shares = torch.from_numpy(weights).reshape(form)
+    shares = torch.from_numpy(weights).reshape(form).to(outputs)
     return (shares * outputs).sum(dim=0) / len(clients)
 
 

@@ -24,7 +24,8 @@ class Scores:
     """What `validate` gave every model, the higher the better; minus infinity stands for NaN.
 
     clients: of each client alone, under `names`
-    ensemble: of all of them side by side, if their outputs can be averaged
+    ensemble: of all of them side by side, if their outputs can be averaged; clients weigh in it
+        what they weigh in the fusion, by classes or samples if these are known
     fused: of the fused model
     """
 
