@@ -108,7 +108,7 @@ def _score_chart(scores: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         return []
     note = "The higher the better; the dashed line is the best client alone."
     if scores["ensemble"] is not None:
-        note += " The ensemble runs all clients side by side, weighted as in the fusion: no single model."
+        note += " The ensemble is no single model: all clients, weighted as in the fusion."
     return [{"title": "Scores", "note": note, "bars": _score_bars(scores)}]
 
 
