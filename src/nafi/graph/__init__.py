@@ -1,12 +1,31 @@
 """Which axes of a network's tensors carry the same neurons; knows nothing of Bayes."""
 
+from nafi.graph.blocks import Block, blocks
 from nafi.graph.check import check_spec
 from nafi.graph.groups import SpecWarning, groups
 from nafi.graph.inputs import Inputs, arguments, call, check_inputs, first_line, run_batches
-from nafi.graph.lift import Placement, Placements, Positions, Shares, lift, lift_block, lifted_rows
+from nafi.graph.lift import (
+    Placement,
+    Placements,
+    Positions,
+    Shares,
+    lift,
+    lift_axes,
+    lift_block,
+    lifted_rows,
+)
 from nafi.graph.neurons import Neurons, Role, Stretch, gather, rows_first, scatter, stretches
-from nafi.graph.normalisation import Normalisation, attach_batchnorm, calibrate, fold_batchnorm
+from nafi.graph.normalisation import (
+    Normalisation,
+    OutputMoments,
+    attach_batchnorm,
+    calibrate,
+    claimed_moments,
+    fold_batchnorm,
+    measured_moments,
+)
 from nafi.graph.permute import permute, permute_state, random_permutations
+from nafi.graph.products import Convolution, Product, sample_rows, watch
 from nafi.graph.rebuild import rebuild, resize_state, tied_widths, width_trouble
 from nafi.graph.rules import Call, Value, rule
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
@@ -16,7 +35,9 @@ from nafi.graph.trace import copy_network, evaluating, named_tensors, shared_nam
 
 __all__ = [
     "Axis",
+    "Block",
     "Call",
+    "Convolution",
     "Inputs",
     "Kind",
     "Layer",
@@ -24,11 +45,13 @@ __all__ = [
     "NeuronGroup",
     "Neurons",
     "Normalisation",
+    "OutputMoments",
     "Pinned",
     "Place",
     "Placement",
     "Placements",
     "Positions",
+    "Product",
     "Role",
     "Segment",
     "Shares",
@@ -38,10 +61,12 @@ __all__ = [
     "Value",
     "arguments",
     "attach_batchnorm",
+    "blocks",
     "calibrate",
     "call",
     "check_inputs",
     "check_spec",
+    "claimed_moments",
     "copy_network",
     "estimate_spectral",
     "evaluating",
@@ -51,8 +76,10 @@ __all__ = [
     "groups",
     "holds_numbers",
     "lift",
+    "lift_axes",
     "lift_block",
     "lifted_rows",
+    "measured_moments",
     "named_tensors",
     "permute",
     "permute_state",
@@ -62,11 +89,13 @@ __all__ = [
     "rows_first",
     "rule",
     "run_batches",
+    "sample_rows",
     "scatter",
     "shared_names",
     "stretches",
     "tied_widths",
     "unit_spectral",
+    "watch",
     "widened",
     "width_trouble",
 ]
