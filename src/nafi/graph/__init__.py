@@ -6,6 +6,7 @@ from nafi.graph.lift import Placement, Placements, Positions, Shares, lift, lift
 from nafi.graph.neurons import Neurons, Role, Stretch, gather, rows_first, scatter, stretches
 from nafi.graph.normalisation import Normalisation, attach_batchnorm, calibrate, fold_batchnorm
 from nafi.graph.permute import permute, permute_state, random_permutations
+from nafi.graph.products import Product, sample_rows, watch
 from nafi.graph.rebuild import rebuild, resize_state, tied_widths, width_trouble
 from nafi.graph.rules import Call, Value, rule
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
@@ -37,6 +38,7 @@ __all__ = [
     "Placement",
     "Placements",
     "Positions",
+    "Product",
     "Role",
     "Segment",
     "Shares",
@@ -68,11 +70,13 @@ __all__ = [
     "rows_first",
     "rule",
     "run_batches",
+    "sample_rows",
     "scatter",
     "shared_names",
     "stretches",
     "tied_widths",
     "unit_spectral",
+    "watch",
     "widened",
     "width_trouble",
 ]
