@@ -140,16 +140,12 @@ def _check_name(out: Path, suffix: str) -> None:
 
 def _batches(name: str) -> Iterable[Any]:
     """What the user's function gives."""
-    from nafi.factories import find_function
+    from nafi.factories import call_function, load_function
 
-    try:
-        batches: Iterable[Any] = find_function(name, "function")()
-        iter(batches)
-    except InputError:
-        raise
-    except Exception as error:
+    function, _ = load_function(name, "function")
+    batches = call_function(function, name)
+    if not isinstance(batches, Iterable):
         raise InputError(
-            f"{name}() failed: {type(error).__name__}: {error}; it is called without arguments and "
-            "gives batches (inputs, labels)"
-        ) from error
+            f"{name} returned {type(batches).__name__}, expected batches (inputs, labels)"
+        )
     return batches
