@@ -33,8 +33,8 @@ class EnsembleNetwork(nn.Module):
         self.weights = list(weights)
         self.average = average
 
-    def forward(self, *inputs: Any) -> Any:
-        outputs = [pytree.tree_flatten(model(*inputs)) for model in self.models]
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        outputs = [pytree.tree_flatten(model(*inputs, **named)) for model in self.models]
         leaves = [
             self._mean(list(tensors)) for tensors in zip(*(o[0] for o in outputs), strict=True)
         ]
