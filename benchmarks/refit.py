@@ -113,7 +113,7 @@ def main() -> None:
         row = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
         print(
             f"{name:36} {row['with']:6.1f} s, {row['ratio']:5.1f} times one run of all; without a "
-            f"probe {row['without']:5.1f} s; {row['memory']:6.0f} MB more (models {row['models']:.0f})"
+            f"probe {row['without']:5.1f} s; {row['memory']:6.0f} MB"
         )
 
 
