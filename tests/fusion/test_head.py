@@ -126,7 +126,7 @@ def test_the_ridge_minimises_the_leave_one_out_error_of_a_hat_matrix() -> None:
 
     def score(ridge: float) -> float:
         hat = rows @ np.linalg.solve(rows.T @ rows + ridge * unit * np.eye(HIDDEN), rows.T)
-        left = 1 - np.trace(hat) / len(rows)
+        left = 1 - (1 + np.trace(hat)) / len(rows)
         return float((((targets - hat @ targets) / left) ** 2).sum())
 
     chosen = choose_ridge(nafi.statistics(model, [(inputs, labels)]).sums)
