@@ -7,7 +7,7 @@ failed. Nothing is unpickled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from nafi.checkpoints import read
 from nafi.errors import InputError, require
 from nafi.factories import call_function, load_function
 from nafi.fusion import PROBE_LIMIT, FusionWarning
+from nafi.graph import Inputs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,7 +30,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _EIGHT_BITS = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"}
 
 
-def load_probe(source: str, example_inputs: Sequence[Any]) -> Any:
+def load_probe(source: str, example_inputs: Inputs) -> Any:
     """Inputs from a safetensors or .npy file, a folder of images, or a function.
 
     A file with several tensors gives the network's arguments by their names. Images are resized to
@@ -37,6 +38,8 @@ def load_probe(source: str, example_inputs: Sequence[Any]) -> Any:
     """
     path = Path(source)
     if path.is_dir():
+        if isinstance(example_inputs, Mapping):
+            example_inputs = list(example_inputs.values())
         return _read_images(path, example_inputs)
     if path.is_file():
         return _read_array(path) if path.suffix == ".npy" else _read_tensors(path)

@@ -22,7 +22,7 @@ from nafi.fusion.method import Method, Progress
 from nafi.fusion.probe import read_probe
 from nafi.fusion.registry import make_method
 from nafi.fusion.result import FusionResult
-from nafi.graph import Inputs, ModelSpec, Normalisation, calibrate, check_inputs
+from nafi.graph import Inputs, ModelSpec, Normalisation, calibrate, call, check_inputs
 
 
 def fuse(
@@ -45,7 +45,8 @@ def fuse(
     Args:
         models: S networks; their widths may differ (except for fedavg and rebasin). They are left
             as they are.
-        example_inputs: the arguments of a network's forward, as a tuple; only shapes matter.
+        example_inputs: the arguments of a network's forward: a tuple, or a dict of keyword
+            arguments; only shapes matter.
         method: nafi, pfnm, ot, rebasin, fedavg, ensemble, or the name of a method that another
             package provides; or a `Method` that was made before.
         probe: some dozens of inputs without labels, such as the network is for: a tensor, a tuple
@@ -132,7 +133,7 @@ class _Spread(nn.Module):
         self.model = model
 
     def forward(self, inputs: Inputs) -> Any:
-        return self.model(*inputs)
+        return call(self.model, inputs)
 
 
 def _best(

@@ -23,7 +23,7 @@ from nafi.fusion.method import Progress
 from nafi.fusion.networks import FusionWarning
 from nafi.fusion.probe import batch_size
 from nafi.fusion.result import Agreement, FusionResult, Scores
-from nafi.graph import Inputs, copy_network, evaluating, first_line
+from nafi.graph import Inputs, call, copy_network, evaluating, first_line
 
 Validate = Callable[[nn.Module], float]
 
@@ -124,7 +124,7 @@ def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | 
 def _leaves(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """All tensors that a network returns; numbers in double precision."""
     with evaluating(model):
-        outputs: Any = model(*inputs)
+        outputs: Any = call(model, inputs)
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     return [leaf.cpu().double() if leaf.is_floating_point() else leaf.cpu() for leaf in leaves]
 

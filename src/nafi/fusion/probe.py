@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
 from nafi.fusion.networks import FusionWarning
-from nafi.graph import Inputs, evaluating, first_line
+from nafi.graph import Inputs, call, check_inputs, evaluating, first_line
 
 PROBE_LIMIT = 1024  # inputs that are used; more cost time and memory and tell little
 PROBE_FEW = 8  # fewer than these are warned of
@@ -27,8 +27,8 @@ _FORMS = "a tensor, a tuple of arguments, a dict of them by name, or batches of 
 
 def read_probe(
     probe: object, model: nn.Module, example_inputs: Inputs, limit: int = PROBE_LIMIT
-) -> tuple[Any, ...]:
-    """The first inputs of a probe as one batch: the arguments of the network's forward.
+) -> Inputs:
+    """The first inputs of a probe as one batch: arguments as the example inputs have them.
 
     probe: a tensor; a tuple, which is one batch of arguments or of inputs and labels; a dict of
         arguments by name; or any other iterable of such batches, as a list or a DataLoader
@@ -48,10 +48,10 @@ def read_probe(
             break
     if structure is None or count == 0:
         raise InputError("probe: found no inputs; give some dozens of them, they need no labels")
-    examples = pytree.tree_leaves(tuple(example_inputs))
+    examples = pytree.tree_leaves(check_inputs(example_inputs))
     joined = [_joined(parts, limit, examples) for parts in zip(*batches, examples, strict=True)]
     _check_varied(joined, examples)
-    inputs: tuple[Any, ...] = pytree.tree_unflatten(joined, structure)
+    inputs: Inputs = pytree.tree_unflatten(joined, structure)
     _check_runs(model, inputs)
     if min(count, limit) < PROBE_FEW:
         text = f"probe: found {count}, too few to tell what networks do; some dozens will do"
@@ -78,15 +78,25 @@ def _batches(probe: object) -> Iterator[Any]:
         raise InputError(f"probe: found {type(probe).__name__}, expected {_FORMS}{hint}")
 
 
-def _arguments(batch: Any, model: nn.Module, example_inputs: Inputs) -> tuple[Any, ...]:
+def _arguments(batch: Any, model: nn.Module, example_inputs: Inputs) -> Inputs:
     """The arguments of forward in a batch."""
+    if isinstance(example_inputs, Mapping):
+        names = list(example_inputs)
+        named = isinstance(batch, Mapping)
+        examples = list(example_inputs.values())
+        values = _pick(batch, names) if named else _positional(batch, model, examples)
+        return dict(zip(names, values, strict=True))
+    return _positional(batch, model, example_inputs)
+
+
+def _positional(batch: Any, model: nn.Module, example_inputs: Sequence[Any]) -> tuple[Any, ...]:
     first, wanted = example_inputs[0], len(example_inputs)
     if isinstance(batch, Mapping) and not isinstance(first, Mapping):
         return _by_name(batch, model, wanted)
     if not isinstance(batch, list | tuple):
         batch = (batch,)
     if batch and isinstance(batch[0], list | tuple | Mapping) and type(batch[0]) is not type(first):
-        return _arguments(batch[0], model, example_inputs)  # (inputs, labels), several inputs
+        return _positional(batch[0], model, example_inputs)  # (inputs, labels), several inputs
     if len(batch) < wanted:
         raise InputError(
             f"probe: found batches of {len(batch)}, expected the network's {wanted} arguments; "
@@ -101,8 +111,11 @@ def _by_name(batch: Mapping[Any, Any], model: nn.Module, wanted: int) -> tuple[A
         for name, parameter in inspect.signature(model.forward).parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ][:wanted]
-    missing = [name for name in names if name not in batch]
-    if missing or len(names) < wanted:
+    return _pick(batch, names)
+
+
+def _pick(batch: Mapping[Any, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    if any(name not in batch for name in names):
         found = ", ".join(map(str, batch)) or "nothing"
         raise InputError(
             f"probe: found {found}, expected inputs by the names {', '.join(names)}, which "
@@ -111,10 +124,10 @@ def _by_name(batch: Mapping[Any, Any], model: nn.Module, wanted: int) -> tuple[A
     return tuple(batch[name] for name in names)
 
 
-def _fitting(arguments: tuple[Any, ...], example_inputs: Inputs) -> tuple[list[Any], Any]:
+def _fitting(arguments: Inputs, example_inputs: Inputs) -> tuple[list[Any], Any]:
     """The leaves of arguments, each of the kind and shape of its example, and their structure."""
     leaves, structure = pytree.tree_flatten(arguments)
-    examples, expected = pytree.tree_flatten(tuple(example_inputs))
+    examples, expected = pytree.tree_flatten(check_inputs(example_inputs))
     if structure != expected:
         raise InputError(
             f"probe: found arguments of other kinds than the example inputs ({structure}, "
@@ -183,10 +196,10 @@ def _is_constant(inputs: Tensor) -> bool:
     return bool((inputs == reference).all())
 
 
-def _check_runs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _check_runs(model: nn.Module, inputs: Inputs) -> None:
     try:
         with evaluating(model):
-            outputs = model(*inputs)
+            outputs = call(model, inputs)
     except Exception as error:  # whatever the network's own code raises
         raise InputError(
             f"probe: the network does not run on {batch_size(inputs)} inputs at once: "
