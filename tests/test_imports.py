@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
-    "probes": {"checkpoints", "factories", "fusion"},
+    "probes": {"checkpoints", "factories", "fusion", "graph"},
     "cli": {
         "matching",
         "graph",
