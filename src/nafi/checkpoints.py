@@ -282,16 +282,26 @@ def _resize(
             "write a function example_inputs() beside the factory"
         )
     try:
-        if manifest.spec is not None:
-            spec = ModelSpec.from_dict(manifest.spec).fitted(named_tensors(model))
-        else:
-            spec = groups(model, example_inputs)
+        saved = None if manifest.spec is None else ModelSpec.from_dict(manifest.spec)
+        spec = _spec_of(model, saved, example_inputs)
         if manifest.folded:
             model, spec = fold_batchnorm(model, spec)
-        widths = spec.fitted(state).widths
+        widths = spec.fitted(state).widths if saved is None else saved.widths
         return rebuild(model, spec, widths, _like_weights(example_inputs, model))
     except SpecError as error:
         raise CheckpointError(f"{label} is not a checkpoint of this network: {error}") from None
+
+
+def _spec_of(model: nn.Module, saved: ModelSpec | None, example_inputs: Inputs) -> ModelSpec:
+    """The groups of a network; saved: those of the same network at other widths, if known."""
+    if saved is None:
+        return groups(model, example_inputs)
+    if any(len(s.groups) > 1 for axes in saved.axes.values() for axis in axes for s in axis):
+        # Shapes tell of heads and their width as a product only.
+        known = groups(model, example_inputs, check=False)
+        if known.axes == saved.axes:
+            return known
+    return saved.fitted(named_tensors(model))
 
 
 def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:

@@ -1,0 +1,362 @@
+"""A network at other widths, tried out before it is made.
+
+Hides: which modules of the user's own remember a size that the tensors have already, and that sizes
+are tried on tensors without numbers first. Promises: as few attributes change as the network needs;
+what is found to run computes, cut back to its old widths, what the old network did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils import _pytree as pytree
+
+from nafi.errors import SpecError
+from nafi.graph.check import TOLERANCE, difference, probe_of, run
+from nafi.graph.groups import analyse, sized_ops
+from nafi.graph.inputs import Inputs, call, check_inputs, first_line, returned_tensors
+from nafi.graph.recording import recording_alone
+from nafi.graph.resize import load_resized, resized
+from nafi.graph.spec import ModelSpec
+from nafi.graph.tensors import Segment
+from nafi.graph.trace import named_tensors
+from nafi.graph.weight_norm import fill_directions
+
+Shapes = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an attribute of a module is to be."""
+
+    path: str
+    attribute: str
+    value: Any
+
+    def applied(self, network: nn.Module) -> Setting:
+        """Set it; returns the way back."""
+        module = network.get_submodule(self.path)
+        before = getattr(module, self.attribute)
+        setattr(module, self.attribute, self.value)
+        return Setting(self.path, self.attribute, before)
+
+
+Settings = Sequence[Setting]
+# Says what is wrong with a network with these settings, if anything.
+_See = Callable[[Settings], str | None]
+
+
+class Hollow:
+    """A network on tensors without numbers, of which only the shapes are known.
+
+    Runs cost neither memory nor arithmetic. `runs` is false where the code looks at numbers.
+    """
+
+    def __init__(self, model: nn.Module, spec: ModelSpec, inputs: Inputs) -> None:
+        self._model, self._spec = model, spec
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._inputs: Inputs = pytree.tree_map(self._emptied, check_inputs(inputs))
+        try:
+            self._expected: Shapes | None = self._shapes(self._built(spec))
+        except Exception:  # whatever torch cannot do without numbers
+            self._expected = None
+
+    @property
+    def runs(self) -> bool:
+        return self._expected is not None
+
+    def see(self, new_spec: ModelSpec) -> _See:
+        """Tries settings of the network at the widths of this spec."""
+        return partial(self._trouble, self._built(new_spec))
+
+    def _trouble(self, network: nn.Module, settings: Settings) -> str | None:
+        back = [setting.applied(network) for setting in settings]
+        try:
+            return _unlike(self._shapes(network), self._expected)
+        except Exception as error:
+            return f"fails: {first_line(error)}"
+        finally:
+            for setting in back:
+                setting.applied(network)
+
+    def _built(self, spec: ModelSpec) -> nn.Module:
+        tensors = named_tensors(self._model)
+        with self._mode:
+            state = {n: torch.empty(spec.shape(n), dtype=tensors[n].dtype) for n in spec.axes}
+        return load_resized(self._model, self._spec, spec, state).eval()
+
+    def _shapes(self, network: nn.Module) -> Shapes:
+        with recording_alone(), self._mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return [tuple(tensor.shape) for tensor in returned_tensors(call(network, self._inputs))]
+
+    def _emptied(self, leaf: Any) -> Any:
+        with self._mode:
+            return torch.empty_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A network, its spec, and the spec at the widths that it is to have."""
+
+    model: nn.Module
+    spec: ModelSpec
+    new_spec: ModelSpec
+    inputs: Inputs
+    hollow: Hollow
+
+    @property
+    def changed(self) -> list[str]:
+        return [n for n, group in self.spec.groups.items() if group.width != self.new_spec.widths[n]]
+
+    def fitting(self) -> tuple[Settings, str | None]:
+        """What modules have to remember, and what is wrong all the same, if anything."""
+        if not self.changed:
+            return [], None
+        settings, trouble = self.fitting_shapes()
+        if trouble is not None:
+            return settings, trouble
+        told: list[Setting] = []
+        see = partial(self._trouble, told)
+        trouble = see(settings)
+        if trouble is not None:
+            # A size may matter for numbers, where all shapes are right without.
+            settings, trouble = self._adapted(see, trouble)
+        return [*settings, *told], trouble
+
+    def fitting_shapes(self) -> tuple[Settings, str | None]:
+        """The same, as far as shapes tell."""
+        if not self.hollow.runs:
+            return [], None
+        see = self.hollow.see(self.new_spec)
+        trouble = see([])
+        return ([], None) if trouble is None else self._adapted(see, trouble)
+
+    def advice(self, trouble: str) -> str:
+        """Which lines of the network's code fix a size that should follow from the tensors."""
+        lines = [
+            f"{op.name} to a size with {size} (group {group}) in {op.source or op}"
+            for op, size, group in sized_ops(self.model, self.inputs, self.changed)
+        ]
+        text = f"at other widths of {', '.join(self.changed)} the network {trouble}."
+        if lines:
+            text += " Its code may fix a size: " + "; ".join(dict.fromkeys(lines)) + "."
+            text += " Write x.flatten(1), or view(x.size(0), -1), or take sizes from x.shape"
+        return text
+
+    def _adapted(self, see: _See, trouble: str) -> tuple[Settings, str | None]:
+        """Let modules of the user's own remember other sizes, such as a number of heads."""
+        tried: list[_Remembered] = []
+        for level in (1, 2):
+            found = _remembered(self, _owners_above(self.spec, self.changed, level))
+            if found and found != tried:
+                settings = _fewest(found, see)
+                if settings is not None:
+                    return settings, None
+            tried = found
+        return [], trouble
+
+    def _trouble(self, told: list[Setting], settings: Settings) -> str | None:
+        """What is wrong with the new network on the example inputs, if anything.
+
+        Cut back to the old widths, the new network must be the old one, for what was cut is zero.
+        This is seen with disturbed weights: a layer that starts at zero would hide everything.
+        Where a rigid group changed, the new network is analysed instead and must have the groups
+        that were asked for.
+
+        told: gets the sizes of normalisations without tensors
+        """
+        generator = torch.Generator().manual_seed(0)
+        probe, inputs, dtype = probe_of(self.model, self.inputs, generator)
+        with torch.no_grad():
+            if any(self.new_spec.widths[n] < g.width for n, g in self.spec.groups.items()):
+                self._cut(probe)
+            expected = run(probe, inputs)
+            wide = self._widened(probe)
+        del probe  # its tensors may be as large as all others together
+        for setting in settings:
+            setting.applied(wide)
+        try:
+            with _bare_norms_seen(wide, told):
+                outputs = run(wide, inputs)
+        except Exception as error:
+            return f"fails: {first_line(error)}"
+        trouble = _unlike(_shapes(outputs), _shapes(expected))
+        if trouble is not None:
+            return trouble
+        if any(self.spec.groups[name].rigid for name in self.changed):
+            derived = analyse(wide, inputs)
+            same = derived.axes == self.new_spec.axes and derived.groups == self.new_spec.groups
+            return None if same else f"takes its neurons apart in another way: {derived.widths}"
+        gap = difference(outputs, expected)
+        return None if gap <= 10 * TOLERANCE[dtype] else f"computes something else (by {gap:.2g})"
+
+    def _cut(self, probe: nn.Module) -> None:
+        """Set to zero, in place, what the new network will not have."""
+        for name, tensor in named_tensors(probe).items():
+            narrow = resized(tensor, name, self.spec, self.new_spec)
+            tensor.copy_(resized(narrow, name, self.new_spec, self.spec))
+
+    def _widened(self, probe: nn.Module) -> nn.Module:
+        """The network at the new widths; tensors that do not change are those of the probe."""
+        state = {
+            name: tensor
+            if tensor.shape == self.new_spec.shape(name)
+            else resized(tensor.detach(), name, self.spec, self.new_spec)
+            for name, tensor in named_tensors(probe).items()
+            if name in self.spec.axes
+        }
+        return fill_directions(load_resized(probe, self.spec, self.new_spec, state))
+
+
+def make_trial(
+    model: nn.Module, spec: ModelSpec, widths: Mapping[str, int], example_inputs: Inputs | None
+) -> Trial:
+    """example_inputs: those that the spec remembers, unless others are given."""
+    inputs = spec.example_inputs if example_inputs is None else example_inputs
+    if inputs is None:
+        raise SpecError("rebuild needs example_inputs to see that the new network runs")
+    inputs = check_inputs(inputs)
+    spec.check_shapes(named_tensors(model))
+    return Trial(model, spec, spec.resized(widths), inputs, Hollow(model, spec, inputs))
+
+
+def _shapes(tensors: Sequence[Tensor]) -> Shapes:
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+def _unlike(shapes: Shapes, expected: Shapes | None) -> str | None:
+    return None if shapes == expected else f"returns shapes {shapes} instead of {expected}"
+
+
+# --------------------------------------------------------------- what modules remember of sizes
+
+
+@dataclass
+class _Remembered:
+    """A size that modules of one class keep in one attribute; settings: what it may have to be."""
+
+    attribute: str
+    old: Any
+    settings: list[Setting] = field(default_factory=list)
+
+
+def _fewest(remembered: Sequence[_Remembered], see: _See) -> Settings | None:
+    """The settings that the network needs, if there are any with which it runs.
+
+    A number that happens to equal a size, such as a window, is left alone: an attribute is changed
+    only if the network does not run without.
+    """
+    # All of them, or all but one: a number that only looks like a size spoils the others.
+    for spared in [None, *remembered]:
+        chosen = [size for size in remembered if size is not spared]
+        if see(_all_settings(chosen)) is None:
+            for size in list(chosen):
+                rest = [other for other in chosen if other is not size]
+                chosen = rest if see(_all_settings(rest)) is None else chosen
+            return _all_settings(chosen)
+    return None
+
+
+def _all_settings(remembered: Sequence[_Remembered]) -> Settings:
+    return [setting for size in remembered for setting in size.settings]
+
+
+def _remembered(trial: Trial, paths: Collection[str]) -> list[_Remembered]:
+    """Attributes with the value of a size that changed; equal ones of one class go together.
+
+    A module remembers sizes of the tensors below it: blocks of a network may have other widths.
+    """
+    spec = trial.spec
+    kept: dict[tuple[type, str, Any], _Remembered] = {}
+    for path in sorted(paths):
+        below = [g for g in trial.changed if any(_is_below(t, path) for t in spec.tensors_of(g))]
+        sizes = _changed_sizes(spec, trial.new_spec, below)
+        for kind, old, setting in _attributes_of_size(trial.model, path, sizes):
+            size = _Remembered(setting.attribute, old)
+            kept.setdefault((kind, setting.attribute, old), size).settings.append(setting)
+    return list(kept.values())
+
+
+def _is_below(tensor: str, path: str) -> bool:
+    return not path or tensor.startswith(f"{path}.")
+
+
+def _attributes_of_size(
+    model: nn.Module, path: str, sizes: Mapping[int, int]
+) -> Iterator[tuple[type, Any, Setting]]:
+    """(class, value, setting) of what a module may remember of sizes."""
+    module = model.get_submodule(path)
+    if not type(module).__module__.startswith("torch.nn"):
+        for attribute, value in vars(module).items():
+            if type(value) is int and value in sizes:
+                yield type(module), value, Setting(path, attribute, sizes[value])
+    for name, norm in module.named_children():
+        # Without weights there is no tensor that its shape could have been taken from.
+        if isinstance(norm, nn.LayerNorm) and norm.weight is None:
+            old = tuple(norm.normalized_shape)
+            new = tuple(sizes.get(n, n) for n in old)
+            if new != old:
+                place = f"{path}.{name}".removeprefix(".")
+                yield type(norm), old, Setting(place, "normalized_shape", new)
+
+
+def _owners_above(spec: ModelSpec, changed: Sequence[str], level: int) -> set[str]:
+    """The modules up to so many levels above those that hold the tensors of some groups."""
+    paths = {tensor for group in changed for tensor in spec.tensors_of(group)}
+    owners: set[str] = set()
+    for step in range(level + 1):
+        paths = {path.rpartition(".")[0] for path in paths if path}
+        owners |= paths if step else set()
+    return owners
+
+
+def _changed_sizes(spec: ModelSpec, new_spec: ModelSpec, changed: Sequence[str]) -> dict[int, int]:
+    """Old size -> new size of every group, block and axis that changes and is not ambiguous."""
+    changes: dict[int, set[int]] = {}
+    for group in changed:
+        for place in spec.places(group):
+            axis = spec.axes[place.tensor][place.axis]
+            pieces = [axis, *((segment,) for segment in axis)]
+            for segment in axis:
+                ends = range(len(segment.factors) + 1)
+                pieces += [(Segment(segment.factors[a:b]),) for a in ends for b in ends if a < b]
+            for piece in pieces:
+                old, new = (
+                    sum(part.size(widths) for part in piece)
+                    for widths in (spec.widths, new_spec.widths)
+                )
+                if old != new:
+                    changes.setdefault(old, set()).add(new)
+    return {old: new.pop() for old, new in changes.items() if len(new) == 1}
+
+
+@contextmanager
+def _bare_norms_seen(model: nn.Module, told: list[Setting]) -> Iterator[None]:
+    """Let normalisations without tensors learn their size when the network runs; tell of it."""
+    hooks = [
+        module.register_forward_pre_hook(partial(_see_size, path, told))
+        for path, module in model.named_modules()
+        if isinstance(module, _InstanceNorm) and not named_tensors(module)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _see_size(
+    path: str, told: list[Setting], module: nn.Module, inputs: tuple[Tensor, ...]
+) -> None:
+    assert isinstance(module, _InstanceNorm)
+    dimension = inputs[0].ndim - module._get_no_batch_dim()  # type: ignore[no-untyped-call]
+    module.num_features = inputs[0].shape[dimension]
+    told.append(Setting(path, "num_features", module.num_features))
