@@ -262,19 +262,6 @@ def test_bad_calls_say_what_to_do() -> None:
         spec.check_shapes({k: v for k, v in model.state_dict().items() if k != "layers.1.weight"})
 
 
-def test_data_dependent_control_flow_is_refused_with_advice() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(4, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.one(x) if x.sum() > 0 else -self.one(x)
-
-    with pytest.raises(SpecError, match=r"torch.export cannot trace Branches.*by hand"):
-        spec_of(Branches(), 4)
-
-
 # ------------------------------------------------------------------------------ neurons
 
 

@@ -17,7 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DoublePrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A block in which operations read and make nothing but double precision."""
+    """A block in which operations read and make nothing but double precision.
+
+    Operations that take functions, such as `torch.cond`, are left as they are.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # torch.compile within a network goes on within the block
 
     def __torch_dispatch__(
         self,
@@ -26,7 +35,7 @@ class DoublePrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if _shares_memory(func):
+        if not isinstance(func, torch._ops.OpOverload) or _shares_memory(func):
             return func(*args, **(kwargs or {}))
         args, kwargs = pytree.tree_map(_raised, (tuple(args), dict(kwargs or {})))
         return pytree.tree_map(_raised, func(*args, **kwargs))

@@ -11,7 +11,7 @@ import io
 import logging
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from nafi.graph.inputs import Inputs, arguments, returned_tensors
@@ -119,12 +120,15 @@ def followed(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
         fed = iter(given)
         filled = [next(fed) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(filled, structure)
-        return returned_tensors(model(*args, **kwargs))
+        with _Readings():
+            return returned_tensors(model(*args, **kwargs))
 
     recorder = make_fx(
         run, pre_dispatch=True, record_stack_traces=True, _error_on_data_dependent_ops=False
     )
-    graph: fx.Graph = recorder(held, given).graph
+    # Parts that torch.compile made are recorded as they were written.
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        graph: fx.Graph = recorder(held, given).graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
     kept, fed = placeholders[: len(held)], placeholders[len(held) :]
@@ -138,27 +142,46 @@ def followed(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
     )
 
 
+class _Readings(TorchFunctionMode):
+    """Lets the graph show where all values of a tensor are read, of which torch records nothing."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            args[0].count_nonzero().item()
+        return func(*args, **(kwargs or {}))
+
+
 def _decisions(graph: fx.Graph, given: set[fx.Node]) -> tuple[str, ...]:
-    """The lines where values that depend on inputs or weights decide what is done.
+    """The lines where values that depend on inputs, weights or chance decide what is done.
 
     Not those of torch's own layers, which choose between ways to compute the same.
     """
     depends = set(given)
     lines: dict[str, None] = {}
     for node in graph.nodes:
-        if node in depends or not depends.isdisjoint(node.all_input_nodes):
+        if _is_random(node) or not depends.isdisjoint(node.all_input_nodes):
             depends.add(node)
             if _decides(node) and not _is_in_torch(node):
                 lines[line_of(node) or node.name] = None
     return tuple(lines)
 
 
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def _decides(node: fx.Node) -> bool:
-    if not _DECIDES.isdisjoint(getattr(node.target, "tags", ())):
-        # Indices that are whole numbers have a shape that is known.
-        masks = [n for n in node.all_input_nodes if _dtype(n) in (torch.bool, torch.uint8)]
-        return node.target is not torch.ops.aten.index.Tensor or bool(masks)
-    return False
+    if _DECIDES.isdisjoint(getattr(node.target, "tags", ())):
+        return False
+    # Indices that are whole numbers give a shape that is known.
+    masks = [n for n in node.all_input_nodes if _dtype(n) in (torch.bool, torch.uint8)]
+    return node.target is not torch.ops.aten.index.Tensor or bool(masks)
 
 
 def _dtype(node: fx.Node) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import SpecError
-from nafi.graph.inputs import Inputs, call, check_inputs, first_line
+from nafi.graph.inputs import Inputs, call, check_inputs, first_line, returned_tensors
 from nafi.graph.recording import Recording, exported, followed, line_of, recording_alone
 
 
@@ -154,12 +154,7 @@ def _recorded(
     with recording_alone(), evaluating(model):
         if training:
             train_paths(model)
-        try:
-            call(model, inputs)
-        except Exception as error:
-            raise SpecError(
-                f"{type(model).__name__} does not run on the example inputs: {first_line(error)}"
-            ) from error
+        _check_runs(model, inputs)
         try:
             return exported(model, inputs, stored)
         except Exception as error:
@@ -172,6 +167,20 @@ def _recorded(
                 f"{first_line(error)} (make_fx). Write its forward in operations of torch on "
                 "tensors, or write the ModelSpec by hand (docs/graph.md)"
             ) from error
+
+
+def _check_runs(model: nn.Module, inputs: Inputs) -> None:
+    try:
+        result = call(model, inputs)
+    except Exception as error:
+        raise SpecError(
+            f"{type(model).__name__} does not run on the example inputs: {first_line(error)}"
+        ) from error
+    if not returned_tensors(result):
+        raise SpecError(
+            f"{type(model).__name__} returns {type(result).__name__} without a tensor to be seen; "
+            "return tensors, also in tuples, lists, dicts or dataclasses"
+        )
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -302,7 +311,8 @@ def _op(node: torch.fx.Node) -> Op:
     if target is operator.getitem:
         return Op("getitem", node, {"self": node.args[0], "index": node.args[1]}, False)
     if not isinstance(target, torch._ops.OpOverload):
-        return Op(str(target), node, dict(enumerate(node.args)) | dict(node.kwargs), False)  # type: ignore[arg-type]
+        name = getattr(target, "__name__", str(target))
+        return Op(name, node, dict(enumerate(node.args)) | dict(node.kwargs), False)  # type: ignore[arg-type]
     schema = target._schema
     arguments: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):
