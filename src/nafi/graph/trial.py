@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from nafi.graph.trace import named_tensors
 from nafi.graph.weight_norm import fill_directions
 
 Shapes = list[tuple[int, ...]]
+# So many ways to read attributes that could be one of several sizes.
+_MOST_CHOICES = 8
 
 
 @dataclass(frozen=True)
@@ -241,11 +244,19 @@ def _unlike(shapes: Shapes, expected: Shapes | None) -> str | None:
 
 @dataclass
 class _Remembered:
-    """A size that modules of one class keep in one attribute; settings: what it may have to be."""
+    """A size that modules of one class keep in one attribute.
 
-    attribute: str
-    old: Any
-    settings: list[Setting] = field(default_factory=list)
+    choices: what it may have to be in each module; more than one where sizes that were equal now
+        differ, such as a number of heads and one of groups
+    """
+
+    choices: list[list[Setting]] = field(default_factory=list)
+
+    def add(self, choices: Sequence[Setting]) -> None:
+        for index, setting in enumerate(choices):
+            if index == len(self.choices):
+                self.choices.append([])
+            self.choices[index].append(setting)
 
 
 def _fewest(remembered: Sequence[_Remembered], see: _See) -> Settings | None:
@@ -254,19 +265,20 @@ def _fewest(remembered: Sequence[_Remembered], see: _See) -> Settings | None:
     A number that happens to equal a size, such as a window, is left alone: an attribute is changed
     only if the network does not run without.
     """
-    # All of them, or all but one: a number that only looks like a size spoils the others.
-    for spared in [None, *remembered]:
-        chosen = [size for size in remembered if size is not spared]
-        if see(_all_settings(chosen)) is None:
-            for size in list(chosen):
-                rest = [other for other in chosen if other is not size]
-                chosen = rest if see(_all_settings(rest)) is None else chosen
-            return _all_settings(chosen)
+    for choice in islice(product(*(size.choices for size in remembered)), _MOST_CHOICES):
+        # All of them, or all but one: a number that only looks like a size spoils the others.
+        for spared in [None, *choice]:
+            chosen = [settings for settings in choice if settings is not spared]
+            if see(_flat(chosen)) is None:
+                for settings in list(chosen):
+                    rest = [other for other in chosen if other is not settings]
+                    chosen = rest if see(_flat(rest)) is None else chosen
+                return _flat(chosen)
     return None
 
 
-def _all_settings(remembered: Sequence[_Remembered]) -> Settings:
-    return [setting for size in remembered for setting in size.settings]
+def _flat(chosen: Sequence[Settings]) -> Settings:
+    return [setting for settings in chosen for setting in settings]
 
 
 def _remembered(trial: Trial, paths: Collection[str]) -> list[_Remembered]:
@@ -279,9 +291,9 @@ def _remembered(trial: Trial, paths: Collection[str]) -> list[_Remembered]:
     for path in sorted(paths):
         below = [g for g in trial.changed if any(_is_below(t, path) for t in spec.tensors_of(g))]
         sizes = _changed_sizes(spec, trial.new_spec, below)
-        for kind, old, setting in _attributes_of_size(trial.model, path, sizes):
-            size = _Remembered(setting.attribute, old)
-            kept.setdefault((kind, setting.attribute, old), size).settings.append(setting)
+        for kind, old, choices in _attributes_of_size(trial.model, path, sizes):
+            key = (kind, choices[0].attribute, old)
+            kept.setdefault(key, _Remembered()).add(choices)
     return list(kept.values())
 
 
@@ -290,22 +302,23 @@ def _is_below(tensor: str, path: str) -> bool:
 
 
 def _attributes_of_size(
-    model: nn.Module, path: str, sizes: Mapping[int, int]
-) -> Iterator[tuple[type, Any, Setting]]:
-    """(class, value, setting) of what a module may remember of sizes."""
+    model: nn.Module, path: str, sizes: Mapping[int, Sequence[int]]
+) -> Iterator[tuple[type, Any, list[Setting]]]:
+    """(class, value, what it may have to be) of all that a module may remember of sizes."""
     module = model.get_submodule(path)
     if not type(module).__module__.startswith("torch.nn"):
         for attribute, value in vars(module).items():
             if type(value) is int and value in sizes:
-                yield type(module), value, Setting(path, attribute, sizes[value])
+                choices = [Setting(path, attribute, new) for new in sizes[value]]
+                yield type(module), value, choices
     for name, norm in module.named_children():
         # Without weights there is no tensor that its shape could have been taken from.
         if isinstance(norm, nn.LayerNorm) and norm.weight is None:
             old = tuple(norm.normalized_shape)
-            new = tuple(sizes.get(n, n) for n in old)
+            new = tuple(sizes.get(n, [n])[0] for n in old)
             if new != old:
                 place = f"{path}.{name}".removeprefix(".")
-                yield type(norm), old, Setting(place, "normalized_shape", new)
+                yield type(norm), old, [Setting(place, "normalized_shape", new)]
 
 
 def _owners_above(spec: ModelSpec, changed: Sequence[str], level: int) -> set[str]:
@@ -318,9 +331,11 @@ def _owners_above(spec: ModelSpec, changed: Sequence[str], level: int) -> set[st
     return owners
 
 
-def _changed_sizes(spec: ModelSpec, new_spec: ModelSpec, changed: Sequence[str]) -> dict[int, int]:
-    """Old size -> new size of every group, block and axis that changes and is not ambiguous."""
-    changes: dict[int, set[int]] = {}
+def _changed_sizes(
+    spec: ModelSpec, new_spec: ModelSpec, changed: Sequence[str]
+) -> dict[int, list[int]]:
+    """Old size -> new sizes of every group, block and axis that changes, as data flow."""
+    changes: dict[int, dict[int, None]] = {}
     for group in changed:
         for place in spec.places(group):
             axis = spec.axes[place.tensor][place.axis]
@@ -334,8 +349,8 @@ def _changed_sizes(spec: ModelSpec, new_spec: ModelSpec, changed: Sequence[str])
                     for widths in (spec.widths, new_spec.widths)
                 )
                 if old != new:
-                    changes.setdefault(old, set()).add(new)
-    return {old: new.pop() for old, new in changes.items() if len(new) == 1}
+                    changes.setdefault(old, {})[new] = None
+    return {old: list(new) for old, new in changes.items()}
 
 
 @contextmanager
