@@ -289,7 +289,7 @@ def _remembered(trial: Trial, paths: Collection[str]) -> list[_Remembered]:
     spec = trial.spec
     kept: dict[tuple[type, str, Any], _Remembered] = {}
     for path in sorted(paths):
-        below = [g for g in trial.changed if any(_is_below(t, path) for t in spec.tensors_of(g))]
+        below = [g for g in trial.changed if any(_is_below(n, path) for n in _names(spec, g))]
         sizes = _changed_sizes(spec, trial.new_spec, below)
         for kind, old, choices in _attributes_of_size(trial.model, path, sizes):
             key = (kind, choices[0].attribute, old)
@@ -322,13 +322,19 @@ def _attributes_of_size(
 
 
 def _owners_above(spec: ModelSpec, changed: Sequence[str], level: int) -> set[str]:
-    """The modules up to so many levels above those that hold the tensors of some groups."""
-    paths = {tensor for group in changed for tensor in spec.tensors_of(group)}
+    """The modules that hold the tensors of some groups, and those up to so many levels above."""
+    paths = {name for group in changed for name in _names(spec, group)}
     owners: set[str] = set()
-    for step in range(level + 1):
+    for _ in range(level + 1):
         paths = {path.rpartition(".")[0] for path in paths if path}
-        owners |= paths if step else set()
+        owners |= paths
     return owners
+
+
+def _names(spec: ModelSpec, group: str) -> list[str]:
+    """All names of the tensors with neurons of a group."""
+    tensors = set(spec.tensors_of(group))
+    return [*tensors, *(other for other, name in spec.aliases.items() if name in tensors)]
 
 
 def _changed_sizes(
