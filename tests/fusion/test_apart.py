@@ -27,7 +27,7 @@ NAMES = [entry.name for entry in zoo.OURS + zoo.FOREIGN]
 TIED = {"tied_autoencoder", "tied_language_model"}
 # Some hidden numbers are in no group, so that they are averaged: channels that are cut in two ways,
 # hidden states that the network returns, one slope for all neurons.
-AVERAGED = {"grouped_conv", "dict_outputs", "monai_unet"}
+AVERAGED = {"grouped_conv", "dict_outputs", "monai_unet", "bert_eager", "bert_sdpa", "gpt2"}
 
 
 def apart(networks: Networks, shared: Sequence[str]) -> list[dict[str, Positions]]:
