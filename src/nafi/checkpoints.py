@@ -305,14 +305,15 @@ def _resize(
             f"{label} has other widths than its network, and rebuilding needs example inputs: "
             "write a function example_inputs() beside the factory"
         )
+    inputs = _like_weights(example_inputs, model)
     try:
         saved = None if manifest.spec is None else ModelSpec.from_dict(manifest.spec)
-        spec = _spec_of(model, saved, example_inputs)
+        spec = _spec_of(model, saved, inputs)
         if manifest.folded:
             model, spec = fold_batchnorm(model, spec)
         widths = spec.fitted(state).widths if saved is None else saved.widths
         spec.resized(widths).check_shapes(state)
-        return rebuild(model, spec, widths, _like_weights(example_inputs, model))
+        return rebuild(model, spec, widths, inputs)
     except SpecError as error:
         raise CheckpointError(f"{label} is not a checkpoint of this network: {error}") from None
 

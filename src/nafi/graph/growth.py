@@ -21,6 +21,9 @@ from nafi.graph.trial import Trial, make_trial
 
 # Groups that grow together, or not at all.
 _Unit = tuple[str, ...]
+# Whether some groups can grow; ways to read what modules remember of sizes, before giving up.
+_Fits = Callable[[Sequence[str], int], bool]
+_FEW, _MANY = 2, 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class _Search:
     def growing(self) -> _Unit:
         """The groups that can have other widths, all of them at once."""
         growing = _largest(self._alike, self._fit_in_shapes, ())
-        if self._fit(growing):
+        if self._fit(growing, _MANY):
             return growing
         # Some compute something else, though all shapes are right.
         kept = [[unit for unit in units if unit[0] in growing] for units in self._alike]
@@ -80,7 +83,7 @@ class _Search:
         """What stands in the way of these groups."""
         try:
             trial = self._at(names)
-            trouble = trial.fitting()[1]
+            trouble = trial.fitting(_FEW)[1]
             return trial.advice(trouble) if trouble is not None else "it does not run otherwise"
         except SpecError as error:
             return str(error)
@@ -89,32 +92,31 @@ class _Search:
         widths = {name: self._widths[name] for name in names}
         return replace(self._trial, new_spec=self._trial.spec.resized(widths))
 
-    def _fit_in_shapes(self, names: Sequence[str]) -> bool:
+    def _fit_in_shapes(self, names: Sequence[str], tries: int) -> bool:
         try:
-            return self._at(names).fitting_shapes()[1] is None
+            return self._at(names).fitting_shapes(tries)[1] is None
         except SpecError:
             return False
 
-    def _fit(self, names: Sequence[str]) -> bool:
+    def _fit(self, names: Sequence[str], tries: int) -> bool:
         try:
-            return self._at(names).fitting()[1] is None
+            return self._at(names).fitting(tries)[1] is None
         except SpecError:
             return False
 
 
-def _largest(
-    classes: Sequence[Sequence[_Unit]], fits: Callable[[Sequence[str]], bool], others: _Unit
-) -> _Unit:
+def _largest(classes: Sequence[Sequence[_Unit]], fits: _Fits, others: _Unit) -> _Unit:
     """The groups, of all classes of units, that fit together with some others.
 
-    Where the first of a class does not fit, none of it does.
+    Where the first of a class does not fit, none of it does. Many at once are given up early: half
+    of them may need less.
     """
     names = tuple(name for units in classes for unit in units for name in unit)
-    if not names or fits((*others, *names)):
+    if not names or fits((*others, *names), _FEW if len(classes) > 1 else _MANY):
         return names
     if len(classes) == 1:
         (units,) = classes
-        if len(units) == 1 or not fits((*others, *units[0])):
+        if len(units) == 1 or not fits((*others, *units[0]), _MANY):
             return ()
         classes = [[unit] for unit in units]
     half = len(classes) // 2

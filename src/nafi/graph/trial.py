@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
 from typing import Any
@@ -27,13 +27,13 @@ from nafi.graph.inputs import Inputs, call, check_inputs, first_line, returned_t
 from nafi.graph.recording import recording_alone
 from nafi.graph.resize import load_resized, resized
 from nafi.graph.spec import ModelSpec
-from nafi.graph.tensors import Segment
+from nafi.graph.tensors import Axis, Segment
 from nafi.graph.trace import named_tensors
 from nafi.graph.weight_norm import fill_directions
 
 Shapes = list[tuple[int, ...]]
-# So many ways to read attributes that could be one of several sizes.
-_MOST_CHOICES = 8
+# So many ways to read what modules remember of sizes are tried.
+_TRIES = 64
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,14 @@ class Trial:
     def changed(self) -> list[str]:
         return [n for n, group in self.spec.groups.items() if group.width != self.new_spec.widths[n]]
 
-    def fitting(self) -> tuple[Settings, str | None]:
-        """What modules have to remember, and what is wrong all the same, if anything."""
+    def fitting(self, tries: int = _TRIES) -> tuple[Settings, str | None]:
+        """What modules have to remember, and what is wrong all the same, if anything.
+
+        tries: ways to read what modules remember of sizes, before giving up
+        """
         if not self.changed:
             return [], None
-        settings, trouble = self.fitting_shapes()
+        settings, trouble = self.fitting_shapes(tries)
         if trouble is not None:
             return settings, trouble
         told: list[Setting] = []
@@ -131,16 +134,16 @@ class Trial:
         trouble = see(settings)
         if trouble is not None:
             # A size may matter for numbers, where all shapes are right without.
-            settings, trouble = self._adapted(see, trouble)
+            settings, trouble = self._adapted(see, trouble, tries)
         return [*settings, *told], trouble
 
-    def fitting_shapes(self) -> tuple[Settings, str | None]:
+    def fitting_shapes(self, tries: int = _TRIES) -> tuple[Settings, str | None]:
         """The same, as far as shapes tell."""
         if not self.hollow.runs:
             return [], None
         see = self.hollow.see(self.new_spec)
         trouble = see([])
-        return ([], None) if trouble is None else self._adapted(see, trouble)
+        return ([], None) if trouble is None else self._adapted(see, trouble, tries)
 
     def advice(self, trouble: str) -> str:
         """Which lines of the network's code fix a size that should follow from the tensors."""
@@ -154,13 +157,13 @@ class Trial:
             text += " Write x.flatten(1), or view(x.size(0), -1), or take sizes from x.shape"
         return text
 
-    def _adapted(self, see: _See, trouble: str) -> tuple[Settings, str | None]:
+    def _adapted(self, see: _See, trouble: str, tries: int) -> tuple[Settings, str | None]:
         """Let modules of the user's own remember other sizes, such as a number of heads."""
         tried: list[_Remembered] = []
         for level in (1, 2):
             found = _remembered(self, _owners_above(self.spec, self.changed, level))
             if found and found != tried:
-                settings = _fewest(found, see)
+                settings = _fewest(found, see, tries)
                 if settings is not None:
                     return settings, None
             tried = found
@@ -246,35 +249,45 @@ def _unlike(shapes: Shapes, expected: Shapes | None) -> str | None:
 class _Remembered:
     """A size that modules of one class keep in one attribute.
 
-    choices: what it may have to be in each module; more than one where sizes that were equal now
+    choices: what it may have to be in each module; more than one where sizes were equal that now
         differ, such as a number of heads and one of groups
     """
 
-    choices: list[list[Setting]] = field(default_factory=list)
+    choices: list[list[Setting]]
 
-    def add(self, choices: Sequence[Setting]) -> None:
-        for index, setting in enumerate(choices):
-            if index == len(self.choices):
-                self.choices.append([])
-            self.choices[index].append(setting)
+    @classmethod
+    def of(cls, modules: Sequence[Sequence[Setting]]) -> _Remembered:
+        """modules: for each module the settings to choose from, in the same order for alike ones"""
+        most = max(map(len, modules))
+        choices = [[m[min(index, len(m) - 1)] for m in modules] for index in range(most)]
+        return cls([choice for index, choice in enumerate(choices) if choice not in choices[:index]])
 
 
-def _fewest(remembered: Sequence[_Remembered], see: _See) -> Settings | None:
+def _fewest(remembered: Sequence[_Remembered], see: _See, tries: int) -> Settings | None:
     """The settings that the network needs, if there are any with which it runs.
 
     A number that happens to equal a size, such as a window, is left alone: an attribute is changed
     only if the network does not run without.
     """
-    for choice in islice(product(*(size.choices for size in remembered)), _MOST_CHOICES):
-        # All of them, or all but one: a number that only looks like a size spoils the others.
-        for spared in [None, *choice]:
-            chosen = [settings for settings in choice if settings is not spared]
-            if see(_flat(chosen)) is None:
-                for settings in list(chosen):
-                    rest = [other for other in chosen if other is not settings]
-                    chosen = rest if see(_flat(rest)) is None else chosen
-                return _flat(chosen)
+    for chosen in islice(_readings(remembered), tries):
+        if see(_flat(chosen)) is None:
+            for settings in chosen:
+                rest = [other for other in chosen if other is not settings]
+                chosen = rest if see(_flat(rest)) is None else chosen
+            return _flat(chosen)
     return None
+
+
+def _readings(remembered: Sequence[_Remembered]) -> Iterator[Sequence[Settings]]:
+    """Ways to read attributes as sizes, the likely ones first.
+
+    All of them, in all their meanings; then all but one: a number that only looks like a size
+    spoils the others.
+    """
+    yield from product(*(size.choices for size in remembered))
+    for choice in product(*(size.choices for size in remembered)):
+        for spared in choice:
+            yield [settings for settings in choice if settings is not spared]
 
 
 def _flat(chosen: Sequence[Settings]) -> Settings:
@@ -287,14 +300,13 @@ def _remembered(trial: Trial, paths: Collection[str]) -> list[_Remembered]:
     A module remembers sizes of the tensors below it: blocks of a network may have other widths.
     """
     spec = trial.spec
-    kept: dict[tuple[type, str, Any], _Remembered] = {}
+    kept: dict[tuple[type, str, Any], list[list[Setting]]] = {}
     for path in sorted(paths):
-        below = [g for g in trial.changed if any(_is_below(n, path) for n in _names(spec, g))]
+        below = [g for g in spec.groups if any(_is_below(n, path) for n in _names(spec, g))]
         sizes = _changed_sizes(spec, trial.new_spec, below)
         for kind, old, choices in _attributes_of_size(trial.model, path, sizes):
-            key = (kind, choices[0].attribute, old)
-            kept.setdefault(key, _Remembered()).add(choices)
-    return list(kept.values())
+            kept.setdefault((kind, choices[0].attribute, old), []).append(choices)
+    return [_Remembered.of(modules) for modules in kept.values()]
 
 
 def _is_below(tensor: str, path: str) -> bool:
@@ -338,25 +350,28 @@ def _names(spec: ModelSpec, group: str) -> list[str]:
 
 
 def _changed_sizes(
-    spec: ModelSpec, new_spec: ModelSpec, changed: Sequence[str]
+    spec: ModelSpec, new_spec: ModelSpec, groups: Sequence[str]
 ) -> dict[int, list[int]]:
-    """Old size -> new sizes of every group, block and axis that changes, as data flow."""
-    changes: dict[int, dict[int, None]] = {}
-    for group in changed:
-        for place in spec.places(group):
-            axis = spec.axes[place.tensor][place.axis]
-            pieces = [axis, *((segment,) for segment in axis)]
-            for segment in axis:
-                ends = range(len(segment.factors) + 1)
-                pieces += [(Segment(segment.factors[a:b]),) for a in ends for b in ends if a < b]
-            for piece in pieces:
-                old, new = (
-                    sum(part.size(widths) for part in piece)
-                    for widths in (spec.widths, new_spec.widths)
-                )
-                if old != new:
-                    changes.setdefault(old, {})[new] = None
-    return {old: list(new) for old, new in changes.items()}
+    """Old size -> new sizes of all groups, blocks and axes of this size, if one of them changes."""
+    pieces = dict.fromkeys(piece for group in groups for piece in _pieces(spec, group))
+    sizes: dict[int, list[int]] = {}
+    for piece in pieces:
+        old, new = (
+            sum(part.size(widths) for part in piece) for widths in (spec.widths, new_spec.widths)
+        )
+        sizes.setdefault(old, []).append(new)
+    return {old: new for old, new in sizes.items() if set(new) != {old}}
+
+
+def _pieces(spec: ModelSpec, group: str) -> Iterator[Axis]:
+    """The axes that hold a group, their segments, and the stretches of these that hold it."""
+    for place in spec.places(group):
+        axis = spec.axes[place.tensor][place.axis]
+        yield axis
+        for segment in axis:
+            ends = range(len(segment.factors) + 1)
+            stretches = (Segment(segment.factors[a:b]) for a in ends for b in ends if a < b)
+            yield from ((stretch,) for stretch in stretches if group in stretch.groups)
 
 
 @contextmanager
