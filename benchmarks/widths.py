@@ -1,7 +1,7 @@
 """How long it takes to find out what may grow in large networks, and how much memory.
 
 BERT-base, ViT-B/16 and ResNet-50 as transformers writes them, with random weights. `make bench`
-prints a table in Markdown: processor seconds, and the peak of the memory over the size of the model,
+prints a table in Markdown: processor seconds, and the peak of memory over the size of the model,
 the model included. The aim is 20 s for BERT-base, and four times the model.
 """
 
@@ -87,7 +87,10 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
 
 
 def main() -> None:
-    print("\n| network | million | groups | may change | groups s | test s | widths s | all s |", end="")
+    print(
+        "\n| network | million | groups | may change | groups s | test s | widths s | all s |",
+        end="",
+    )
     print(" memory |\n" + "| --- " * 9 + "|")
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for row in pool.imap(measure, NETWORKS):

@@ -38,7 +38,7 @@ from nafi.graph import (
     shared_names,
     unwrapped,
 )
-from nafi.manifest import Manifest, Shape
+from nafi.manifest import Described, Manifest
 
 _KEY = "nafi"
 # What people call the weights in a file that holds more than weights.
@@ -352,16 +352,19 @@ def _unwrap(state: Mapping[str, Tensor], names: Mapping[str, object]) -> dict[st
     return state
 
 
-def _describe(inputs: Inputs | None) -> list[Shape] | dict[str, Shape] | None:
-    """Shapes and dtypes of example inputs, or None if not all of them are tensors."""
+def _describe(inputs: Inputs | None) -> list[Described] | dict[str, Described] | None:
+    """Shapes and dtypes of example inputs, or None if some are neither tensors nor switches."""
     args, named = arguments(inputs or ())
-    if inputs is None or not all(isinstance(value, Tensor) for value in (*args, *named.values())):
+    values = (*args, *named.values())
+    if inputs is None or not all(isinstance(v, Tensor | bool | None) for v in values):
         return None
     return {name: _shape(value) for name, value in named.items()} or [_shape(x) for x in args]
 
 
-def _shape(tensor: Tensor) -> Shape:
-    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+def _shape(value: Tensor | bool | None) -> Described:
+    if not isinstance(value, Tensor):
+        return value
+    return list(value.shape), str(value.dtype).removeprefix("torch.")
 
 
 def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], Manifest]:

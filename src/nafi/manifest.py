@@ -20,8 +20,8 @@ from nafi.version import __version__
 
 # Example inputs are made to check that a network runs; no file may ask for more numbers.
 _MOST_INPUTS = 2**28
-# Sizes and the name of the type.
-Shape = tuple[list[int], str]
+# The sizes of a tensor and the name of its type; or a switch, as in forward(x, use_cache=False).
+Described = tuple[list[int], str] | bool | None
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Manifest:
         factory makes it
     folded: whether batch normalisation was folded into the layers
     inputs: (shape, dtype) of each example input, in order or by name, to check that a rebuilt
-        network runs
+        network runs; true, false and null stand for themselves
     class_counts, sample_count: of the data that the model was trained on
     aliases: other name -> stored name of shared tensors, which are stored once
     """
@@ -43,7 +43,7 @@ class Manifest:
     widths: Mapping[str, int] | None = None
     spec: Mapping[str, Any] | None = None
     folded: bool = False
-    inputs: Sequence[Shape] | Mapping[str, Shape] | None = None
+    inputs: Sequence[Described] | Mapping[str, Described] | None = None
     class_counts: Sequence[float] | None = None
     sample_count: float | None = None
     aliases: Mapping[str, str] | None = None
@@ -72,16 +72,18 @@ class Manifest:
                 raise ValueError(f"{name}: found {_show(value)}, expected {expected}")
         return cls(**values)
 
-    def example_inputs(self) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor] | None:
+    def example_inputs(self) -> tuple[Any, ...] | dict[str, Any] | None:
         """Zeros of the shapes that were saved."""
         if self.inputs is None:
             return None
         if isinstance(self.inputs, Mapping):
-            return {name: _zeros(shape) for name, shape in self.inputs.items()}
+            return {name: _zeros(value) for name, value in self.inputs.items()}
         return tuple(map(_zeros, self.inputs))
 
 
-def _zeros(described: Shape) -> torch.Tensor:
+def _zeros(described: Described) -> torch.Tensor | bool | None:
+    if described is None or isinstance(described, bool):
+        return described
     shape, kind = described
     return torch.zeros(shape, dtype=getattr(torch, kind))
 
@@ -123,12 +125,11 @@ def _is_object_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_inputs(value: Any) -> bool:
-    inputs = list(value.values()) if isinstance(value, dict) else value
-    return (
-        isinstance(inputs, list)
-        and all(map(_is_input, inputs))
-        and sum(prod(shape) for shape, _ in inputs) <= _MOST_INPUTS
-    )
+    if not isinstance(value, list | dict):
+        return False
+    inputs = value.values() if isinstance(value, dict) else value
+    tensors = [each for each in inputs if each is not None and not _is_bool(each)]
+    return all(map(_is_input, tensors)) and sum(prod(s) for s, _ in tensors) <= _MOST_INPUTS
 
 
 def _is_input(value: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.fusion import FusionWarning, Networks, check_clients, prepare_networks
-from nafi.fusion.merge import fused_network
+from nafi.fusion.merge import finished_network, merged_network
 from nafi.graph import ModelSpec, Positions, SpecWarning, groups
 from nafi.graph.check import in_general_position
 from tests.graph import zoo
@@ -26,8 +26,9 @@ NAMES = [entry.name for entry in zoo.OURS + zoo.FOREIGN]
 # what makes neurons and give a share of it as what reads them: no single number can be both.
 TIED = {"tied_autoencoder", "tied_language_model"}
 # Some hidden numbers are in no group, so that they are averaged: channels that are cut in two ways,
-# hidden states that the network returns, one slope for all neurons.
-AVERAGED = {"grouped_conv", "dict_outputs", "monai_unet", "bert_eager", "bert_sdpa", "gpt2"}
+# hidden states that the network returns, one slope for all neurons, where to look, which expert.
+AVERAGED = {"grouped_conv", "dict_outputs", "monai_unet", "spatial_transformer", "experts"}
+AVERAGED |= {"bert_eager", "bert_sdpa", "gpt2"}
 
 
 def apart(networks: Networks, shared: Sequence[str]) -> list[dict[str, Positions]]:
@@ -63,7 +64,8 @@ def fuse_apart(
     shared += [name for name, g in networks.spec.groups.items() if g.parent in shared]
     placements = apart(networks, shared)
     widths = {name: place.width for name, place in placements[0].items()}
-    model, _, _ = fused_network(networks, placements, widths, restore_norm=False)
+    model = merged_network(networks, placements, widths, restore_norm=False)
+    model, _, _ = finished_network(networks, placements, widths, model)
     return model, shared
 
 

@@ -236,7 +236,9 @@ def test_normalised_weights_grow(old: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 def test_normalised_weights_apart_are_their_mean(old: bool) -> None:
     models, inputs = [normalised(old).double().eval() for _ in range(2)], torch.randn(2, 3, 9)
-    fused, shared = fuse_apart(models, (inputs.double(),), nafi.groups(models[0], (inputs.double(),)))
+    fused, shared = fuse_apart(
+        models, (inputs.double(),), nafi.groups(models[0], (inputs.double(),))
+    )
     assert not shared
     wanted = sum(model(inputs.double()) for model in models) / 2
     assert torch.allclose(fused(inputs.double()), wanted, atol=1e-10)

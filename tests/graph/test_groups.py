@@ -104,22 +104,21 @@ def test_shared_weights_are_one_tensor() -> None:
 
 
 def test_an_operation_without_a_rule_pins_and_warns() -> None:
-    class Sorted(nn.Module):
+    class Renormed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.one, self.two, self.three = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            mixed = torch.fft.rfft(self.one(x)).real
-            return self.three(torch.relu(self.two(torch.cat([mixed, mixed[:, :2]], dim=1))))
+            return self.three(torch.relu(self.two(torch.renorm(self.one(x), 2, 0, 1.0))))
 
     with pytest.warns(
-        SpecWarning, match=r"no rule for fft_rfft .*one.weight axis 0, one.bias axis 0"
+        SpecWarning, match=r"no rule for renorm .*test_groups.*one.weight axis 0, one.bias axis 0"
     ):
-        spec = spec_of(Sorted(), 4)
+        spec = spec_of(Renormed(), 4)
     assert set(spec.groups) == {"two"}
     reasons = {(p.tensor, p.axis): p.reason for p in spec.pinned}
-    assert "no rule for fft_rfft" in reasons["one.weight", 0]
+    assert "no rule for renorm" in reasons["one.weight", 0]
     assert reasons["three.weight", 0] == "model output"
 
 

@@ -20,7 +20,8 @@ def test_widths_of_a_tie_agree_and_lose_nothing(a: int, b: int, one: int, two: i
     tie, widths = {"a": one, "b": two}, {"a": a, "b": b, "c": 1}
     found = equal_widths(tie, widths)
     assert found["a"] * one == found["b"] * two
-    assert found["a"] >= a and found["b"] >= b
+    assert found["a"] >= a
+    assert found["b"] >= b
     step = {"a": found["a"] - two, "b": found["b"] - one}
     assert step["a"] < a or step["b"] < b  # no more than what is needed
 
@@ -29,7 +30,8 @@ def test_widths_of_a_tie_agree_and_lose_nothing(a: int, b: int, one: int, two: i
 def test_limits_of_a_tie_agree_and_exceed_nothing(a: int, b: int, one: int, two: int) -> None:
     found = tied_limits({"a": one, "b": two}, {"a": a, "b": b})
     assert found["a"] * one == found["b"] * two
-    assert found["a"] <= a and found["b"] <= b
+    assert found["a"] <= a
+    assert found["b"] <= b
 
 
 class Twice(nn.Module):

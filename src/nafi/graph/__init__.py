@@ -1,13 +1,32 @@
 """Which axes of a network's tensors carry the same neurons; knows nothing of Bayes."""
 
+from nafi.graph.blocks import Block, blocks
 from nafi.graph.check import check_spec
 from nafi.graph.groups import SpecWarning, groups
 from nafi.graph.growth import Growth, growth
 from nafi.graph.inputs import Inputs, arguments, call, check_inputs, first_line, run_batches
-from nafi.graph.lift import Placement, Placements, Positions, Shares, lift, lift_block, lifted_rows
+from nafi.graph.lift import (
+    Placement,
+    Placements,
+    Positions,
+    Shares,
+    lift,
+    lift_axes,
+    lift_block,
+    lifted_rows,
+)
 from nafi.graph.neurons import Neurons, Role, Stretch, gather, rows_first, scatter, stretches
-from nafi.graph.normalisation import Normalisation, attach_batchnorm, calibrate, fold_batchnorm
+from nafi.graph.normalisation import (
+    Normalisation,
+    OutputMoments,
+    attach_batchnorm,
+    calibrate,
+    claimed_moments,
+    fold_batchnorm,
+    measured_moments,
+)
 from nafi.graph.permute import permute, permute_state, random_permutations
+from nafi.graph.products import Convolution, Product, sample_rows, watch
 from nafi.graph.rebuild import rebuild
 from nafi.graph.resize import resize_state
 from nafi.graph.rules import Call, Value, rule
@@ -20,7 +39,9 @@ from nafi.graph.weight_norm import gains_of_directions, unit_directions
 
 __all__ = [
     "Axis",
+    "Block",
     "Call",
+    "Convolution",
     "Growth",
     "Inputs",
     "Kind",
@@ -29,11 +50,13 @@ __all__ = [
     "NeuronGroup",
     "Neurons",
     "Normalisation",
+    "OutputMoments",
     "Pinned",
     "Place",
     "Placement",
     "Placements",
     "Positions",
+    "Product",
     "Role",
     "Segment",
     "Shares",
@@ -44,10 +67,12 @@ __all__ = [
     "Value",
     "arguments",
     "attach_batchnorm",
+    "blocks",
     "calibrate",
     "call",
     "check_inputs",
     "check_spec",
+    "claimed_moments",
     "copy_network",
     "equal_widths",
     "estimate_spectral",
@@ -60,8 +85,10 @@ __all__ = [
     "growth",
     "holds_numbers",
     "lift",
+    "lift_axes",
     "lift_block",
     "lifted_rows",
+    "measured_moments",
     "named_tensors",
     "permute",
     "permute_state",
@@ -71,6 +98,7 @@ __all__ = [
     "rows_first",
     "rule",
     "run_batches",
+    "sample_rows",
     "scatter",
     "shared_names",
     "stretches",
@@ -78,5 +106,6 @@ __all__ = [
     "unit_directions",
     "unit_spectral",
     "unwrapped",
+    "watch",
     "widened",
 ]

@@ -20,21 +20,24 @@ from nafi.errors import InputError, SpecError
 Inputs = Sequence[Any] | Mapping[str, Any]
 
 
-def check_inputs(example_inputs: Inputs) -> tuple[Any, ...] | dict[str, Any]:
-    """The arguments as a tuple or a dict; refuses what is not the arguments of a forward."""
-    if isinstance(example_inputs, Mapping):
-        if not all(isinstance(name, str) for name in example_inputs):
+def check_inputs(inputs: Inputs, name: str = "example_inputs") -> tuple[Any, ...] | dict[str, Any]:
+    """The arguments as a tuple or a dict; refuses what is not the arguments of a forward.
+
+    name: what errors call them
+    """
+    if isinstance(inputs, Mapping):
+        if not all(isinstance(key, str) for key in inputs):
             raise SpecError(
-                "example_inputs: the keys of a mapping are the names of the arguments of the "
-                "network's forward; write ({...},) for one argument that is a dict"
+                f"{name}: the keys of a mapping are the names of the arguments of the network's "
+                "forward; write ({...},) for one argument that is a dict"
             )
-        return dict(example_inputs)
-    if isinstance(example_inputs, Tensor | str) or not isinstance(example_inputs, Sequence):
+        return dict(inputs)
+    if isinstance(inputs, Tensor | str) or not isinstance(inputs, Sequence):
         raise SpecError(
-            "example_inputs: expected a tuple of the arguments of the network's forward, or a dict "
-            f"of its keyword arguments, found {type(example_inputs).__name__}; write (x,)"
+            f"{name}: expected a tuple of the arguments of the network's forward, or a dict of its "
+            f"keyword arguments, found {type(inputs).__name__}; write (x,)"
         )
-    return tuple(example_inputs)
+    return tuple(inputs)
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -43,9 +46,13 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Run a network."""
-    args, kwargs = arguments(inputs)
+    """Run a network, on copies, for it may write into its inputs."""
+    args, kwargs = pytree.tree_map(_copied, arguments(inputs))
     return model(*args, **kwargs)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def returned_tensors(result: Any) -> list[Tensor]:

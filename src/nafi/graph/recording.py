@@ -11,7 +11,7 @@ import io
 import logging
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from nafi.graph.inputs import Inputs, arguments, returned_tensors
+from nafi.graph.regions import inline_regions
 
 # torch keeps what it is recording in global variables.
 _RECORDING = threading.Lock()
 _TORCH = str(Path(torch.__file__).parent)
-# What an operation makes depends on values, not only on shapes: a number, or a shape.
-_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -47,7 +46,7 @@ class Recording:
     graph: fx.Graph
     tensors: Mapping[fx.Node, str]
     inputs: tuple[fx.Node, ...]
-    constants: tuple[fx.Node, ...]
+    constants: Mapping[fx.Node, Tensor]
     outputs: tuple[fx.Node, ...]
     decisions: tuple[str, ...] = ()
 
@@ -74,26 +73,29 @@ def exported(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
     stored: parameters and saved buffers by name
     """
     program = torch.export.export(model, *arguments(inputs))
+    inline_regions(program.graph_module)
     nodes = {node.name: node for node in program.graph.nodes}
     _check_sizes(program.graph)
     tensors: dict[fx.Node, str] = {}
     fed: list[fx.Node] = []
-    constants: list[fx.Node] = []
+    constants: dict[fx.Node, Tensor] = {}
     for spec in program.graph_signature.input_specs:
         node = nodes.get(spec.arg.name)
         if node is None:
             continue
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target in stored:
             tensors[node] = str(spec.target)
+        elif isinstance(constant := program.constants.get(str(spec.target)), Tensor):
+            constants[node] = constant
         else:
-            (fed if spec.kind is InputKind.USER_INPUT else constants).append(node)
+            fed.append(node)
     returned = dict.fromkeys(
         spec.arg.name
         for spec in program.graph_signature.output_specs
         if spec.kind == OutputKind.USER_OUTPUT and hasattr(spec.arg, "name")
     )
     outputs = tuple(nodes[name] for name in returned if name in nodes)
-    return Recording(program.graph, tensors, tuple(fed), tuple(constants), outputs)
+    return Recording(program.graph, tensors, tuple(fed), constants, outputs)
 
 
 def _check_sizes(graph: fx.Graph) -> None:
@@ -128,18 +130,29 @@ def followed(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> 
     )
     # Parts that torch.compile made are recorded as they were written.
     with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
-        graph: fx.Graph = recorder(held, given).graph
+        recorded = recorder(held, given)
+    inline_regions(recorded)
+    graph: fx.Graph = recorded.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
     kept, fed = placeholders[: len(held)], placeholders[len(held) :]
+    dependent = _dependent(graph, placeholders)
+    if not any(node in dependent for node in output.all_input_nodes):
+        raise ValueError("nothing that it returns is seen to depend on inputs or weights")
     return Recording(
         graph,
         dict(zip(kept, names.values(), strict=True)),
         tuple(fed),
-        tuple(node for node in graph.nodes if node.op == "get_attr"),
+        _constants(recorded),
         tuple(dict.fromkeys(output.all_input_nodes)),
-        _decisions(graph, {*kept, *fed}),
+        _decisions(dependent),
     )
+
+
+def _constants(recorded: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    nodes = [node for node in recorded.graph.nodes if node.op == "get_attr"]
+    held = {node: getattr(recorded, str(node.target)) for node in nodes}
+    return {node: value for node, value in held.items() if isinstance(value, Tensor)}
 
 
 class _Readings(TorchFunctionMode):
@@ -157,19 +170,22 @@ class _Readings(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _decisions(graph: fx.Graph, given: set[fx.Node]) -> tuple[str, ...]:
-    """The lines where values that depend on inputs, weights or chance decide what is done.
+def _dependent(graph: fx.Graph, placeholders: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """All nodes that depend on inputs, weights or chance, in their order."""
+    dependent = dict.fromkeys(placeholders)
+    for node in graph.nodes:
+        if _is_random(node) or any(source in dependent for source in node.all_input_nodes):
+            dependent[node] = None
+    return dependent
+
+
+def _decisions(dependent: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The lines where values decide what is done.
 
     Not those of torch's own layers, which choose between ways to compute the same.
     """
-    depends = set(given)
-    lines: dict[str, None] = {}
-    for node in graph.nodes:
-        if _is_random(node) or not depends.isdisjoint(node.all_input_nodes):
-            depends.add(node)
-            if _decides(node) and not _is_in_torch(node):
-                lines[line_of(node) or node.name] = None
-    return tuple(lines)
+    nodes = [node for node in dependent if _decides(node) and not _is_in_torch(node)]
+    return tuple(dict.fromkeys(line_of(node) or node.name for node in nodes))
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -177,15 +193,8 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _decides(node: fx.Node) -> bool:
-    if _DECIDES.isdisjoint(getattr(node.target, "tags", ())):
-        return False
-    # Indices that are whole numbers give a shape that is known.
-    masks = [n for n in node.all_input_nodes if _dtype(n) in (torch.bool, torch.uint8)]
-    return node.target is not torch.ops.aten.index.Tensor or bool(masks)
-
-
-def _dtype(node: fx.Node) -> Any:
-    return getattr(node.meta.get("val"), "dtype", None)
+    """Whether the code learns a number. Sizes do not count: they are as in the example inputs."""
+    return torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
 
 
 def _is_in_torch(node: fx.Node) -> bool:

@@ -8,7 +8,6 @@ and trains like one that was made at these sizes, or an error says which cannot.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +53,7 @@ def _resizer(target: Mapping[str, int], filling: float) -> Callable[[Tensor, Blo
 def load_resized(
     model: nn.Module, spec: ModelSpec, new_spec: ModelSpec, state: Mapping[str, Tensor]
 ) -> nn.Module:
-    """A copy of the network that holds these tensors, and modules of torch that know their sizes."""
+    """A copy of the network with these tensors, and modules of torch that know their sizes."""
     twin = with_tensors(model, state, spec.aliases)
     for path, module in twin.named_modules():
         try:
@@ -108,8 +107,13 @@ def _update_attributes(module: nn.Module, path: str, spec: ModelSpec, new_spec: 
 
 
 # Where parametrisations, and the older hooks, keep what a weight is computed from.
-_STORED = ("parametrizations.weight.original1", "parametrizations.weight.original")
-_STORED += ("weight_v", "weight_orig", "weight")
+_STORED = (
+    "parametrizations.weight.original1",
+    "parametrizations.weight.original",
+    "weight_v",
+    "weight_orig",
+    "weight",
+)
 
 
 def _stored_weight(module: nn.Module) -> tuple[str, Tensor | None]:

@@ -92,7 +92,7 @@ class Trace:
     tensors: Mapping[torch.fx.Node, str]
     aliases: Mapping[str, str]
     inputs: tuple[torch.fx.Node, ...]
-    constants: tuple[torch.fx.Node, ...]
+    constants: Mapping[torch.fx.Node, Tensor]
     outputs: tuple[torch.fx.Node, ...]
     decisions: tuple[str, ...] = ()
 
@@ -109,7 +109,7 @@ class Trace:
             {**self.tensors, **other.tensors},
             self.aliases,
             self.inputs + other.inputs,
-            self.constants + other.constants,
+            {**self.constants, **other.constants},
             self.outputs + other.outputs,
             tuple(dict.fromkeys(self.decisions + other.decisions)),
         )
@@ -304,6 +304,12 @@ def train_paths(model: nn.Module) -> None:
     """Training mode for all but normalisation and dropout: other paths, the same functions."""
     for module in model.modules():
         module.training = not isinstance(module, _EVALUATED)
+
+
+def part_of(op: Op, node: torch.fx.Node) -> Op:
+    """One of the operations that another one consists of, in the same line of code."""
+    node.meta.setdefault("stack_trace", op.node.meta.get("stack_trace"))
+    return replace(_op(node), training=op.training)
 
 
 def _op(node: torch.fx.Node) -> Op:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, product
 from typing import Any
 
@@ -67,14 +67,17 @@ class Hollow:
         self._model, self._spec = model, spec
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._inputs: Inputs = pytree.tree_map(self._emptied, check_inputs(inputs))
-        try:
-            self._expected: Shapes | None = self._shapes(self._built(spec))
-        except Exception:  # whatever torch cannot do without numbers
-            self._expected = None
 
     @property
     def runs(self) -> bool:
         return self._expected is not None
+
+    @cached_property
+    def _expected(self) -> Shapes | None:
+        try:
+            return self._shapes(self._built(self._spec))
+        except Exception:  # whatever torch cannot do without numbers
+            return None
 
     def see(self, new_spec: ModelSpec) -> _See:
         """Tries settings of the network at the widths of this spec."""
@@ -117,7 +120,9 @@ class Trial:
 
     @property
     def changed(self) -> list[str]:
-        return [n for n, group in self.spec.groups.items() if group.width != self.new_spec.widths[n]]
+        return [
+            n for n, group in self.spec.groups.items() if group.width != self.new_spec.widths[n]
+        ]
 
     def fitting(self, tries: int = _TRIES) -> tuple[Settings, str | None]:
         """What modules have to remember, and what is wrong all the same, if anything.
@@ -260,7 +265,9 @@ class _Remembered:
         """modules: for each module the settings to choose from, in the same order for alike ones"""
         most = max(map(len, modules))
         choices = [[m[min(index, len(m) - 1)] for m in modules] for index in range(most)]
-        return cls([choice for index, choice in enumerate(choices) if choice not in choices[:index]])
+        return cls(
+            [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
+        )
 
 
 def _fewest(remembered: Sequence[_Remembered], see: _See, tries: int) -> Settings | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nafi.graph.atoms import Axis, fresh, product, size_of
-from nafi.graph.rules.calls import Call, Product, Value, rule, unknown
+from nafi.graph.rules.calls import Call, Product, UnsupportedError, Value, rule
 from nafi.graph.rules.pointwise import add_bias, broadcast
 from nafi.graph.tensors import Layer
 
@@ -104,6 +104,25 @@ def add_matmul(call: Call) -> Value:
     return broadcast(call, [result, call["self"]])
 
 
+@rule("outer", "ger")
+def outer(call: Call) -> Value:
+    return contract(call, [(call["self"], ["row"]), (call["vec2"], ["column"])], ["row", "column"])
+
+
+@rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+def grouped_product(call: Call) -> Value:
+    """Rows in stretches, each of which is multiplied with a matrix of its own: experts."""
+    x, weight = call.values()[:2]
+    if (len(x.axes), len(weight.axes)) != (2, 3) or call.get("bias") is not None:
+        raise UnsupportedError
+    for axis in (x.axes[0], weight.axes[0]):
+        call.fix(axis, f"{call.op} counts them")
+    call.same(x.axes[1], weight.axes[1])
+    call.consume(weight, weight.axes[1])
+    call.layer(weight)
+    return Value([x.axes[0], weight.axes[2]])
+
+
 @rule("einsum")
 def einsum(call: Call) -> Value:
     equation = call["equation"].replace(" ", "")
@@ -121,7 +140,7 @@ def einsum(call: Call) -> Value:
         for value, term, rank in zip(values, left.split(","), ranks, strict=True)
     ]
     if any(len(set(labels)) < len(labels) for _, labels in operands):
-        return unknown(call)[0]
+        raise UnsupportedError
     return contract(call, operands, _labels(right, max(ranks)))
 
 
