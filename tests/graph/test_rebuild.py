@@ -233,3 +233,28 @@ def test_a_module_of_an_unknown_shape_is_named() -> None:
     x = torch.randint(0, 4, (6,))
     with pytest.raises(SpecError, match="0: Stacked cannot be given other sizes"):
         rebuild(model, nafi.groups(model, (x,)), {"0": 11})
+
+
+class Quiet(nn.Module):
+    """As many heads as each is wide, in one attribute; what they do hardly matters yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 3
+        self.q, self.k, self.v = (nn.Linear(5, 9) for _ in range(3))
+        self.out, self.skip = nn.Linear(9, 3), nn.Linear(5, 3)
+        nn.init.constant_(self.out.weight, 1e-12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        form = (*x.shape[:2], -1, self.size)
+        q, k, v = (layer(x).view(form).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        return self.skip(x) + 1e-9 * self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_heads_are_not_read_as_their_width() -> None:
+    """5 heads of 7 have the shapes of 7 heads of 5, and here all but the same outputs."""
+    model, x = Quiet(), torch.randn(2, 4, 5)
+    spec = nafi.groups(model, (x,))
+    widths = {name: 5 if group.parent is None else 7 for name, group in spec.groups.items()}
+    assert rebuild(model, spec, widths).size == 7

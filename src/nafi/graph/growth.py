@@ -1,8 +1,8 @@
 """Which groups of a network may change their width.
 
 Hides: the search for what the network's code fixes. Promises: groups that are not fixed can have
-any widths that keep the ties, all at once. Norms and modules of torch state what they need (`ties`);
-the rest of the code is tried, on shapes alone as long as these tell.
+any widths that keep the ties, all at once. Norms and modules of torch state what they need
+(`ties`); the rest of the code is tried, on shapes alone as long as these tell.
 """
 
 from __future__ import annotations

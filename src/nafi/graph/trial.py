@@ -179,8 +179,8 @@ class Trial:
 
         Cut back to the old widths, the new network must be the old one, for what was cut is zero.
         This is seen with disturbed weights: a layer that starts at zero would hide everything.
-        Where a rigid group changed, the new network is analysed instead and must have the groups
-        that were asked for.
+        Numbers do not tell if a rigid group changed, and may not tell if 5 heads of 7 are read as 7
+        of 5: then the new network is analysed, and must be made of the neurons asked for.
 
         told: gets the sizes of normalisations without tensors
         """
@@ -202,12 +202,22 @@ class Trial:
         trouble = _unlike(_shapes(outputs), _shapes(expected))
         if trouble is not None:
             return trouble
-        if any(self.spec.groups[name].rigid for name in self.changed):
+        is_rigid = any(self.spec.groups[name].rigid for name in self.changed)
+        if is_rigid or any((s.path, s.attribute) in self._ambiguous for s in settings):
             derived = analyse(wide, inputs)
-            same = derived.axes == self.new_spec.axes and derived.groups == self.new_spec.groups
-            return None if same else f"takes its neurons apart in another way: {derived.widths}"
+            if _factors(derived) != _factors(self.new_spec):
+                return f"takes its neurons apart in another way: {derived.widths}"
+            if is_rigid:
+                return None
         gap = difference(outputs, expected)
         return None if gap <= 10 * TOLERANCE[dtype] else f"computes something else (by {gap:.2g})"
+
+    @cached_property
+    def _ambiguous(self) -> set[tuple[str, str]]:
+        """The attributes, by module and name, that could be one of several sizes."""
+        found = _remembered(self, _owners_above(self.spec, self.changed, 2))
+        several = [size for size in found if len(size.choices) > 1]
+        return {(s.path, s.attribute) for size in several for s in size.choices[0]}
 
     def _cut(self, probe: nn.Module) -> None:
         """Set to zero, in place, what the new network will not have."""
@@ -241,6 +251,18 @@ def make_trial(
 
 def _shapes(tensors: Sequence[Tensor]) -> Shapes:
     return [tuple(tensor.shape) for tensor in tensors]
+
+
+def _factors(spec: ModelSpec) -> dict[str, list[list[list[int]]]]:
+    """What every axis is a sum and product of, in numbers."""
+    widths = spec.widths
+    return {
+        name: [
+            [[widths[f] if isinstance(f, str) else f for f in segment.factors] for segment in axis]
+            for axis in axes
+        ]
+        for name, axes in spec.axes.items()
+    }
 
 
 def _unlike(shapes: Shapes, expected: Shapes | None) -> str | None:
