@@ -47,6 +47,7 @@ lint: .venv/ready-dev
 bench: .venv/ready-dev
 	$(BIN)/python benchmarks/matching.py
 	$(BIN)/python benchmarks/graph.py
+	$(BIN)/python benchmarks/widths.py
 	$(BIN)/python benchmarks/fusion.py
 	$(BIN)/python benchmarks/refit.py
 	$(BIN)/python benchmarks/training.py
