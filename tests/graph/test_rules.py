@@ -485,7 +485,7 @@ def test_constants_that_are_even_tell_nothing_apart() -> None:
         bias = torch.cat([self.first, self.zeros])
         return self.b((F.linear(x, self.a.weight) + bias).relu() * self.scale)
 
-    model = two(forward, inputs=8, first=parameter(3))
+    model = net(forward, a=nn.Linear(8, 6, bias=False), b=nn.Linear(6, 2), first=parameter(3))
     model.register_buffer("zeros", torch.zeros(3), persistent=False)
     model.register_buffer("scale", torch.rand(7, 1).expand(7, 6).contiguous(), persistent=False)
     assert nafi.groups(model, (TOKENS,)).widths == {"a": 3, "a/2": 3}

@@ -71,6 +71,7 @@ COVERAGE = {
     "block_attention": (2, 0.915),
     "fourier": (2, 0.994),
     "prototypes": (2, 1.000),
+    "two_towers": (3, 1.000),
     "spatial_transformer": (3, 0.993),
     "shuffle": (5, 0.994),
     "temporal_shift": (4, 0.974),

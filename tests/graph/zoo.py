@@ -761,6 +761,21 @@ class Prototypes(nn.Module):
         return angles - torch.cdist(x, self.points) + torch.linalg.norm(x, dim=1, keepdim=True)
 
 
+class TwoTowers(nn.Module):
+    """Two inputs that are compared by a product of what is made of them; weights with scales."""
+
+    def __init__(self, hidden: int = 8, width: int = 6) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, hidden), nn.Linear(7, hidden + 1)
+        self.weight = nn.Parameter(torch.randn(width, hidden) / 3)
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+        self.project = nn.Linear(hidden + 1, width)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one = F.linear(F.relu(self.left(x)), self.weight * self.scale[:, None])
+        return one @ self.project(F.relu(self.right(y))).mT
+
+
 class SpatialTransformer(nn.Module):
     """Looks at a part of its features that it chooses itself; patches instead of filters."""
 
@@ -1233,6 +1248,7 @@ OURS: tuple[Entry, ...] = (
     entry("block_attention", BlockAttention, floats((3, 9, 11))),
     entry("fourier", FourierNet, floats((3, 8, 10))),
     entry("prototypes", Prototypes, floats((5,))),
+    entry("two_towers", TwoTowers, floats((5,), (7,))),
     entry("spatial_transformer", SpatialTransformer, floats((3, 9, 11))),
     entry("shuffle", ShuffleNet, floats((3, 9, 11)), resizable=False),
     entry("temporal_shift", TemporalShift, floats((9, 5)), resizable=False),

@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
-from nafi.graph.atoms import Axis, Pin, fixed, fresh, pin_axis, product, resolve, size_of, unify
+from nafi.graph.atoms import (
+    Axis,
+    Pin,
+    atoms_of,
+    fixed,
+    fresh,
+    pin_axis,
+    product,
+    resolve,
+    size_of,
+    unify,
+)
 from nafi.graph.tensors import Kind, Layer
 from nafi.graph.trace import Op
 
@@ -205,8 +216,17 @@ class Call:
 
     def consume(self, value: Value, axis: Axis) -> None:
         """A parameter is summed over along one of its axes: it reads the neurons there."""
-        if value.source is not None:
-            self.findings.consumed.append((value.source, axis))
+        reader = self.reader(value, axis)
+        if reader is not None:
+            self.findings.consumed.append((reader, axis))
+
+    def reader(self, value: Value, axis: Axis) -> str | None:
+        """The parameter that a value is a piece of, or the only one of its that has the axis."""
+        if value.source is not None or value.fed:
+            return value.source
+        atoms = atoms_of([axis])
+        holders = [p for p in value.parameters if atoms & atoms_of(self.tensors[p].axes)]
+        return holders[0] if len(holders) == 1 else None
 
     def rigid(self, axis: Axis) -> None:
         """More neurons along an axis would change the result, even if they are all zero."""

@@ -20,14 +20,17 @@ def contract(
 ) -> Value:
     """A sum of products: axes with one label are the same, those not in `out` are summed over."""
     labelled: dict[Any, Axis] = {}
+    holders: dict[Any, list[tuple[Value, Axis]]] = {}
     for value, labels in operands:
         for label, axis in zip(labels, value.axes, strict=True):
             if label not in labelled or size_of(labelled[label]) == 1:
                 labelled[label] = axis
             elif size_of(axis) != 1:
                 call.same(labelled[label], axis)
-            if label not in out:
-                call.consume(value, axis)
+            holders.setdefault(label, []).append((value, axis))
+    for label, factors in holders.items():
+        if label not in out:
+            _sum_over(call, factors)
     fed = any(value.fed for value, _ in operands)
     result = Value([labelled[label] for label in out], fed=fed)
     weights = [(value, labels) for value, labels in operands if value.parameter is not None]
@@ -37,6 +40,19 @@ def contract(
         made = frozenset(d - len(out) for d, label in enumerate(out) if label in labels)
         result.product = Product((str(weight.parameter),), made & result.wide_dims)
     return result
+
+
+def _sum_over(call: Call, factors: Sequence[tuple[Value, Axis]]) -> None:
+    """One of the factors reads the neurons that a product sums over.
+
+    Where none does, as in the product of queries and keys, neurons of two networks side by side
+    would give the sum of what the networks compute, and not a mean.
+    """
+    readers = [(value, axis) for value, axis in factors if call.reader(value, axis) is not None]
+    if readers:
+        call.consume(*readers[0])
+    else:
+        call.rigid(factors[0][1])
 
 
 def _state_layer(
