@@ -95,7 +95,7 @@ def test_records_hold_what_is_needed_to_run_them_again(tmp_path: Path) -> None:
     assert set(nafi["versions"]) == {"nafi", "torch", "numpy", "scipy"}
     assert nafi["config"]["training"]["epochs"] == 3
     assert all(width <= 3 * 12 for width in nafi["widths"])
-    again = run_cell(next(c for c in cells(experiment) if c.key == (0, 3, 1, "nafi")))
+    again = run_cell(next(c for c in cells(experiment) if c.key == (None, 0, 3, 1, "nafi")))
     assert without_times([again]) == without_times([nafi])
 
 
@@ -348,7 +348,7 @@ def test_older_records_are_resumed(tmp_path: Path) -> None:
         config = older if profile is None else {**older, "profile": profile}
         file.write_text(json.dumps({**record, "experiment": label, "config": config}) + "\n")
         if accepted:
-            assert list(finished(experiment, file, resume=True)) == [(0, 4, 1, "local")]
+            assert list(finished(experiment, file, resume=True)) == [(None, 0, 4, 1, "local")]
         else:
             with pytest.raises(InputError, match="line 1 is of another experiment"):
                 finished(experiment, file, resume=True)
