@@ -1,0 +1,176 @@
+"""An experiment on several problems: one file, one table of methods, one report."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nafi.errors import InputError
+from nafi.experiments import (
+    Experiment,
+    load_experiment,
+    read_records,
+    report_of,
+    run_experiment,
+)
+from nafi.experiments.cells import Cell, cells
+from nafi.experiments.clients import population
+from nafi.experiments.models import VGG
+from nafi.experiments.trials import load_trial
+from nafi.federated import as_numbers
+from nafi.reports import score_table, sections
+
+TWO: dict[str, Any] = {
+    "name": "two",
+    "title": "Two",
+    "data": "digits",
+    "trials": 2,
+    "clients": [3],
+    "width": 8,
+    "training": {"epochs": 1},
+    "methods": [
+        {"name": "local", "method": "local"},
+        {"name": "local best", "method": "best"},
+        {"name": "nafi 2x", "method": "nafi", "options": {"max_width": 2.0}},
+    ],
+    "problems": {"flat": {}, "deep": {"hidden": [2], "trials": 1}},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAFI_CACHE", str(tmp_path / "cache"))
+
+
+def quiet(*_: object) -> None:
+    """No progress."""
+
+
+def run(experiment: Experiment, file: Path, resume: bool = False) -> list[dict[str, Any]]:
+    return run_experiment(experiment, file, jobs=1, resume=resume, progress=quiet)
+
+
+def cell_of(experiment: Experiment, problem: str, method: str) -> Cell:
+    found = (c for c in cells(experiment) if c.key[0] == problem and c.method.name == method)
+    return next(found)
+
+
+def test_a_problem_has_what_it_does_not_say_from_the_experiment_or_the_data() -> None:
+    deep = load_experiment("oneshot-deep", "scaled")
+    mnist, convnet, vgg, unet = deep.parts
+    assert [part.network for part in deep.parts] == ["mlp", "convnet", "vgg", "unet"]
+    assert [part.clients for part in deep.parts] == [[5], [5], [5], [8]]
+    assert [part.samples for part in deep.parts] == [10000, 10000, 10000, 600]
+    assert mnist.training.decay == 1e-6
+    assert vgg.training.decay == 0.0
+    assert (convnet.widths, vgg.widths) == ([6, 16, 120, 84], [16, 16, 32, 32, 64, 64])
+    assert unet.methods == deep.methods
+    assert {part.label for part in deep.parts} == {"oneshot-deep-scaled"}
+    assert len(cells(deep)) == 4 * 3 * len(deep.methods)
+
+
+def test_changes_and_a_choice_of_methods_are_for_all_problems() -> None:
+    deep = load_experiment("oneshot-deep", "scaled", trials=1, clients=[2])
+    assert {(part.trials, *part.clients) for part in deep.parts} == {(1, 2)}
+    two = deep.only(["fedavg", "local best"])
+    assert {cell.method.name for cell in cells(two)} == {"fedavg", "local best"}
+    assert len(cells(two)) == 4 * 2
+    with pytest.raises(InputError, match="there is no 'ot'; known: local, local best, ensemble"):
+        deep.only(["ot"])
+
+
+def test_records_tell_problems_apart(tmp_path: Path) -> None:
+    """The same trial, clients and method, once for each problem; a second run has nothing to do."""
+    experiment, file = Experiment(**TWO), tmp_path / "two.jsonl"
+    records = run(experiment, file)
+    assert [r["problem"] for r in records] == 6 * ["flat"] + 3 * ["deep"]
+    assert {len(r["widths"]) for r in records if r["method"] == "nafi 2x"} == {1, 2}
+    assert len({cell.key for cell in cells(experiment)}) == 9
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:7]))
+    seen: list[int] = []
+    again = run_experiment(
+        experiment, file, jobs=1, resume=True, progress=lambda _, done, total: seen.append(total)
+    )
+    assert seen[-1] == 2
+    assert [r["test"] for r in again] == [r["test"] for r in records]
+    other = Experiment(**{**TWO, "problems": {"flat": {}, "deep": {"hidden": [2], "alpha": 9.0}}})
+    with pytest.raises(InputError, match="line 7 is of another experiment or other settings"):
+        run(other, file, resume=True)
+
+
+def test_a_report_has_a_column_for_each_problem(tmp_path: Path) -> None:
+    records = run(Experiment(**TWO), tmp_path / "two.jsonl")
+    table = score_table(records, "t")
+    assert table.headings == ("method", "deep, 3 clients", "flat, 3 clients")
+    assert [row[0] for row in table.rows] == ["local", "local best", "nafi 2x"]
+    views = {"views": ["methods", "score", "parameters"]}
+    (section,) = sections({"two": [{**r, "report": views} for r in records]}, report_of)
+    assert [t.title for t in section.tables] == [
+        "Test accuracy, chosen on validation data",
+        "Parameters, thousands",
+    ]
+    # 64 inputs, at most 16 hidden, 10 classes.
+    assert 0 < float(section.tables[1].rows[0][2].split()[0]) <= (65 * 16 + 17 * 10) / 1000
+    (figure,) = section.figures
+    assert "deep, 3 clients" in figure
+    assert "nafi 2x" in figure
+
+
+def test_the_best_client_is_the_best_of_those_that_are_averaged(tmp_path: Path) -> None:
+    experiment = Experiment(**TWO)
+    run(experiment, tmp_path / "two.jsonl")
+    cell = cell_of(experiment, "deep", "local")
+    trial = load_trial(cell.trial_settings)
+    scores = [trial.score(model)["test"] for model in population(cell.recipe({}))]
+    found = {
+        r["method"]: r["test"]
+        for r in read_records(tmp_path / "two.jsonl")
+        if r["problem"] == "deep"
+    }
+    assert found["local best"] == pytest.approx(max(scores), abs=1e-3)
+    assert found["local"] == pytest.approx(sum(scores) / 3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("problems", "told"),
+    [
+        ("problems = 3", "my.toml: problems: "),
+        ("problems = { a = 3 }", "my.toml: problems.a: "),
+        ('problems = { a = { data = "x" } }', "there is no data set 'x'"),
+        ('problems = { a = { network = "vgg" } }', "problems.a.network: found 'vgg', expected one"),
+        ("problems = { a = { clients = [0] } }", "my.toml: problems.a.clients.0: "),
+        ('problems = { a = { title = "A" } }', "problems.a: title is the same for all problems"),
+        ("problems = { a = { problems = { b = {} } } }", "a problem has no problems of its own"),
+        ("problems = { a = { widths = [5], hidden = [2] } }", "hidden: the network's layers"),
+        ("problems = { a = { budget = 1 } }", "method n has 2 candidates"),
+    ],
+)
+def test_bad_problems_are_named(tmp_path: Path, problems: str, told: str) -> None:
+    file = tmp_path / "my.toml"
+    method = '[[methods]]\nname = "n"\nmethod = "nafi"\ngrid = { penalty = [0.1, 0.2] }\n'
+    file.write_text(f'name = "a"\ntitle = "b"\nclients = [2]\n{problems}\n{method}')
+    with pytest.raises(InputError, match=told):
+        load_experiment(str(file))
+
+
+def test_a_probe_is_drawn_from_all_clients_by_the_seed() -> None:
+    trial = load_trial(cell_of(Experiment(**TWO), "flat", "local").trial_settings)
+    inputs = torch.cat([samples.inputs for samples in trial.data.values()])
+    every = trial.probe(len(inputs))
+    assert torch.equal(every.sum(dim=0), as_numbers(inputs).sum(dim=0))
+    assert not torch.equal(every, as_numbers(inputs))
+    assert torch.equal(trial.probe(16), every[:16])
+
+
+def test_the_vgg_has_six_convolutions_with_normalisation() -> None:
+    model = VGG((16, 16, 32, 32, 64, 64))
+    read = [3, 16, 16, 32, 32, 64, 64]
+    expected = sum(9 * a * b + 2 * b for a, b in pairwise(read)) + 65 * 10
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == 6
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
