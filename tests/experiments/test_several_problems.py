@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from nafi.experiments.cells import Cell, cells
 from nafi.experiments.clients import population
 from nafi.experiments.models import VGG
 from nafi.experiments.trials import load_trial
-from nafi.federated import as_numbers
+from nafi.federated import Samples, as_numbers
 from nafi.reports import score_table, sections
 
 TWO: dict[str, Any] = {
@@ -174,3 +175,23 @@ def test_the_vgg_has_six_convolutions_with_normalisation() -> None:
     assert sum(p.numel() for p in model.parameters()) == expected
     assert sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == 6
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_a_head_is_that_of_all_clients_data(tmp_path: Path) -> None:
+    """However samples fell to clients; the layers below stay as they are."""
+    cell = cell_of(Experiment(**TWO), "deep", "local")
+    trial = load_trial(cell.trial_settings)
+    model = population(cell.recipe({}), trial)[0]
+    found = trial.with_head(model)
+    together = Samples(
+        torch.cat([samples.inputs for samples in trial.data.values()]),
+        torch.cat([samples.labels for samples in trial.data.values()]),
+    )
+    whole = replace(trial, data={"all": together}).with_head(model)
+    rng = torch.Generator().manual_seed(0)
+    inputs = torch.rand(50, 64, generator=rng)
+    assert torch.allclose(found(inputs), whole(inputs), rtol=1e-3, atol=1e-4)
+    assert trial.score(found)["test"] > trial.score(model)["test"]
+    one, two = ([p for n, p in m.named_parameters() if "2" not in n] for m in (found, model))
+    assert len(one) == 4
+    assert all(torch.equal(p, q) for p, q in zip(one, two, strict=True))

@@ -79,7 +79,7 @@ def problem_named(name: str) -> Problem:
     return PROBLEMS[name]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def load_data(
     name: str, samples: int | None = None, seed: int = 0, size: Size | None = None
 ) -> Dataset:

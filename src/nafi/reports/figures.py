@@ -170,7 +170,7 @@ def width_figure(
     return figure
 
 
-def methods_figure(panels: Mapping[str, Sequence[tuple[str, float, float]]], metric: str) -> Figure:
+def methods_figure(panels: Mapping[str, Sequence[tuple[str, float, float]]]) -> Figure:
     """Scores side by side: (method, mean, spread) from the top; a panel for each title."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
@@ -181,7 +181,6 @@ def methods_figure(panels: Mapping[str, Sequence[tuple[str, float, float]]], met
     for axes, (title, points) in zip(grid, panels.items(), strict=False):
         _draw_methods(axes, points)
         axes.set_title(title, fontsize="medium")
-        axes.set_xlabel(metric)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     return figure
@@ -196,7 +195,7 @@ def _draw_methods(axes: Any, points: Sequence[tuple[str, float, float]]) -> None
         )
     axes.set_yticks(range(len(points)), [method for method, _, _ in points], fontsize="small")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * max(mean + spread for _, mean, spread in points))
+    axes.set_xlim(0, 1.12 * max(mean + spread for _, mean, spread in points) or 1)
 
 
 def rounds_figure(panels: Mapping[str, Mapping[str, Sequence[float]]], metric: str) -> Figure:

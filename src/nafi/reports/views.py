@@ -118,12 +118,13 @@ def _widths(material: Material) -> Iterator[TextTable | Figure]:
 @view("methods")
 def _methods(material: Material) -> Iterator[TextTable | Figure]:
     """Mean and spread of every method: a panel for each cell."""
-    panels = {
-        cell_name(key): [(m, row[m].mean, row[m].spread or 0.0) for m in in_order(row)]
-        for key, row in by_cell(material.records, lambda r: r["test"]).items()
-    }
+    panels = {}
+    for key, row in by_cell(material.records, lambda r: r["test"]).items():
+        metric = metric_of([r for r in material.records if CellKey.of(r) == key])
+        points = [(m, row[m].mean, row[m].spread or 0.0) for m in in_order(row)]
+        panels[f"{cell_name(key)}: {metric}, %"] = points
     if panels:
-        yield figures.methods_figure(panels, f"{material.metric}, %")
+        yield figures.methods_figure(panels)
 
 
 @view("parameters")
