@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.fusion import FusionWarning, Networks, check_clients, prepare_networks
-from nafi.fusion.merge import fused_network
+from nafi.fusion.merge import finished_network, merged_network
 from nafi.graph import ModelSpec, Positions, SpecWarning, groups
 from nafi.graph.check import in_general_position
 from tests.graph import zoo
@@ -63,7 +63,8 @@ def fuse_apart(
     shared += [name for name, g in networks.spec.groups.items() if g.parent in shared]
     placements = apart(networks, shared)
     widths = {name: place.width for name, place in placements[0].items()}
-    model, _, _ = fused_network(networks, placements, widths, restore_norm=False)
+    model = merged_network(networks, placements, widths, restore_norm=False)
+    model, _, _ = finished_network(networks, placements, widths, model)
     return model, shared
 
 
