@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "reports": {"graph", "files"},
     "manifest": set(),
     "checkpoints": {"fusion", "graph", "factories", "files", "manifest"},
+    "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
     "cli": {
@@ -46,8 +47,16 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoints",
         "factories",
         "files",
+        "statistics_files",
     },
-    "__init__": {"matching", "graph", "fusion", "federated", "checkpoints"},
+    "__init__": {
+        "matching",
+        "graph",
+        "fusion",
+        "federated",
+        "checkpoints",
+        "statistics_files",
+    },
 }
 SHARED = {"errors", "version", "lazy", "options"}
 # Third-party packages that only some may use.
@@ -60,6 +69,7 @@ RESERVED = {
         "checkpoints",
         "factories",
         "manifest",
+        "statistics_files",
     },
     "flwr": {"federated"},
 }
@@ -218,6 +228,8 @@ COMMANDS = [
     ["fuse"],
     ["inspect"],
     ["methods"],
+    ["statistics"],
+    ["head"],
     ["demo"],
     ["run"],
     ["report"],

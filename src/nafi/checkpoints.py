@@ -95,6 +95,21 @@ def save(
         save_file(state, partial, metadata={_KEY: manifest.to_json()})
 
 
+def save_changed(
+    source: str | Path, model: nn.Module, target: str | Path, *, overwrite: bool = False
+) -> None:
+    """Write the network of a checkpoint with other weights, and all else that its file says."""
+    state, manifest = read(source)
+    path = Path(target)
+    if path.exists() and not overwrite:
+        raise InputError(f"{path} exists already; choose another name, or overwrite it")
+    tensors = named_tensors(model)
+    kept = _unwrap(state, tensors)
+    changed = {name: tensors[name].detach().cpu().contiguous() for name in kept}
+    with atomic_path(path) as partial:
+        save_file(changed, partial, metadata={_KEY: manifest.to_json()})
+
+
 def _check_counts(values: Sequence[float], name: str) -> list[float]:
     try:
         numbers = [float(value) for value in values]

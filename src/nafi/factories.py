@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,10 +20,17 @@ from nafi.errors import InputError
 
 def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
     """Call the factory; also return the function `example_inputs` of its module, if any."""
-    module_name, _, factory_name = name.partition(":")
-    if not module_name or not factory_name or module_name.endswith(".py"):
-        hint = f"; write {module_name[:-3]}:{factory_name}" if module_name.endswith(".py") else ""
-        raise InputError(f"factory: found {name!r}, expected package.module:factory{hint}")
+    factory = find_function(name, "factory")
+    module = sys.modules[name.partition(":")[0]]
+    return call_factory(factory, name), getattr(module, "example_inputs", None)
+
+
+def find_function(name: str, what: str) -> Callable[..., Any]:
+    """What `package.module:function` names; what: it is called in errors."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name or module_name.endswith(".py"):
+        hint = f"; write {module_name[:-3]}:{function_name}" if module_name.endswith(".py") else ""
+        raise InputError(f"{what}: found {name!r}, expected package.module:{what}{hint}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -33,10 +40,10 @@ def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
             f"cannot import {module_name}: {type(error).__name__}: {error} (searched in "
             "the current folder and the installed packages)"
         ) from error
-    factory = getattr(module, factory_name, None)
-    if not callable(factory):
-        raise InputError(f"{module_name} has no function or class {factory_name!r}")
-    return call_factory(factory, name), getattr(module, "example_inputs", None)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(f"{module_name} has no function or class {function_name!r}")
+    return cast("Callable[..., Any]", function)
 
 
 def call_factory(factory: Callable[[], Any], name: str = "factory") -> nn.Module:

@@ -6,6 +6,16 @@ from nafi.fusion.bayesian import Bayesian, Nafi, Pfnm
 from nafi.fusion.clients import check_class_axis, check_clients
 from nafi.fusion.descent import Descent, in_place, next_group
 from nafi.fusion.ensemble import Ensemble
+from nafi.fusion.head import (
+    SCALES,
+    HeadFit,
+    HeadStatistics,
+    add_statistics,
+    fit_head,
+    solve_head,
+    statistics,
+)
+from nafi.fusion.last_layer import LastLayer
 from nafi.fusion.merge import merge_tensors
 from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
@@ -20,6 +30,7 @@ from nafi.graph import calibrate
 
 __all__ = [
     "METHODS",
+    "SCALES",
     "AligningMethod",
     "Alignment",
     "Bayesian",
@@ -28,6 +39,9 @@ __all__ = [
     "FedAvg",
     "FusionResult",
     "FusionWarning",
+    "HeadFit",
+    "HeadStatistics",
+    "LastLayer",
     "Method",
     "Nafi",
     "Networks",
@@ -37,12 +51,14 @@ __all__ = [
     "Screen",
     "Transport",
     "Validate",
+    "add_statistics",
     "align_to_one",
     "as_real",
     "calibrate",
     "check_class_axis",
     "check_clients",
     "check_max_width",
+    "fit_head",
     "fuse",
     "in_place",
     "input_moments",
@@ -52,5 +68,7 @@ __all__ = [
     "next_group",
     "option_names",
     "prepare_networks",
+    "solve_head",
+    "statistics",
     "width_limits",
 ]
