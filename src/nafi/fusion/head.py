@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nafi.errors import InputError, SpecError
-from nafi.fusion.discriminant import Discriminant, choose_ridge
+from nafi.fusion.discriminant import Discriminant, choose_ridge, unit_of
 from nafi.fusion.last_layer import Head, LastLayer, Seen, find_head, fingerprint, watched
 from nafi.fusion.networks import FusionWarning
 from nafi.fusion.statistics import RIDGES, LayerStatistics
@@ -63,7 +63,7 @@ class HeadStatistics:
         counts = self.class_counts[None]
         inputs = self.cross.sum(dim=1)[None]
         return LayerStatistics(
-            self.gram[None], self.cross[None], inputs, counts, counts, self.samples
+            self.gram[None], self.cross[None], inputs, counts, counts, counts.sum(dim=1)
         )
 
     def __add__(self, other: HeadStatistics) -> HeadStatistics:
@@ -267,7 +267,7 @@ def fit_head(statistics: HeadStatistics) -> HeadFit:
 def _nearest_to_one(sums: LayerStatistics) -> Tensor:
     """(K,) weights whose output is as nearly one as it can be: they stand for a bias."""
     gram = sums.gram[0].clone()
-    gram.diagonal().add_(RIDGES[0] * sums.scale[0])
+    gram.diagonal().add_(min(RIDGES) * unit_of(sums))
     nearest: Tensor = torch.linalg.solve(gram, sums.sums[0])
     return nearest
 
