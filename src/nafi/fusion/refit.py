@@ -8,6 +8,7 @@ as it was merged, and the reason is given.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,7 @@ def refit(
             return Refit(fitting.fits, fitting.kept)
         except _RunAgainError:
             fitting.collected.clear()
+            fitting.spread.clear()
 
 
 class _RunAgainError(Exception):
@@ -67,6 +69,7 @@ class _Fitting:
     fits: dict[str, LayerFit] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     collected: dict[str, list[LayerStatistics]] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
         self.kept |= self.reference.kept
@@ -91,27 +94,33 @@ class _Fitting:
                 raise _RunAgainError
 
     def _collect(self, product: Product) -> None:
-        """Add what this use of a weight tells of it, apart for both parts of the probe."""
-        inputs, targets = product.inputs(rows_of(product)), self._targets(product)
+        """Add what this use of a weight leaves unexplained, apart for both parts of the probe."""
+        name, inputs, targets = (
+            product.name,
+            product.inputs(rows_of(product)),
+            self._targets(product),
+        )
+        residual = targets - inputs @ product.weights
         cut = round(HELD_OUT * inputs.shape[1])  # rows are in the order of the inputs
         parts = [
-            LayerStatistics.of(inputs[:, where], targets[:, where])
+            LayerStatistics.of(inputs[:, where], residual[:, where])
             for where in (slice(cut, None), slice(cut))
         ]
-        before = self.collected.get(product.name)
-        self.collected[product.name] = (
+        before = self.collected.get(name)
+        self.collected[name] = (
             parts if before is None else [a + b for a, b in zip(before, parts, strict=True)]
         )
+        variance = targets.double().var(dim=1, correction=0).sum()
+        self.spread[name] += float(variance) * inputs.shape[1]
 
     def _fit(self, product: Product) -> None:
         name = product.name
         bias = self.networks.spec.tensors[name].bias
         rest, held_out = self.collected.pop(name)
-        prior = product.weights.double()
-        weights, shifts, self.fits[name] = fit_layer(
-            rest, held_out, prior, with_bias=bias is not None
+        change, shifts, self.fits[name] = fit_layer(
+            rest, held_out, spread=self.spread[name], with_bias=bias is not None
         )
-        product.replace(weights.to(product.weights.dtype))
+        product.replace((product.weights + change).to(product.weights.dtype))
         if bias is not None:
             self._shift(product, self.state[bias], shifts)
 

@@ -35,14 +35,21 @@ class LayerStatistics:
 
     @classmethod
     def of(cls, inputs: Tensor, targets: Tensor) -> LayerStatistics:
-        """inputs: (B, M, K); targets: (B, M, N). Cost: B M K (K + N) in their own precision."""
+        """inputs: (B, M, K); targets: (B, M, N). Cost: B M K (K + N) in their own precision.
+
+        Products are taken about the means, which rounding would else hide.
+        """
+        count = inputs.shape[1]
+        sums, totals = inputs.double().sum(dim=1), targets.double().sum(dim=1)
+        about = inputs - (sums / count)[:, None].to(inputs.dtype)
+        own = targets - (totals / count)[:, None].to(targets.dtype)
         return cls(
-            (inputs.mT @ inputs).double(),
-            (inputs.mT @ targets).double(),
-            inputs.double().sum(dim=1),
-            targets.double().sum(dim=1),
+            (about.mT @ about).double() + sums[:, :, None] * sums[:, None] / count,
+            (about.mT @ own).double() + sums[:, :, None] * totals[:, None] / count,
+            sums,
+            totals,
             targets.double().square().sum(dim=1),
-            torch.tensor([inputs.shape[1]], dtype=torch.float64),
+            torch.tensor([count], dtype=torch.float64),
         )
 
     def __add__(self, other: LayerStatistics) -> LayerStatistics:
@@ -61,31 +68,22 @@ class LayerStatistics:
             self.count,
         )
 
-    def residual(self, weights: Tensor) -> LayerStatistics:
-        """The same for `z - h W`, what these weights leave to be explained."""
-        explained = self.gram @ weights
-        return LayerStatistics(
-            self.gram,
-            self.cross - explained,
-            self.sums,
-            self.totals - (self.sums[:, None] @ weights)[:, 0],
-            self.squares - 2 * (weights * self.cross).sum(1) + (weights * explained).sum(1),
-            self.count,
-        )
-
-    def solve(self, ridge: float) -> Tensor:
+    def solve(self, ridge: float) -> Tensor | None:
         """(B, K, N) `(G + t I)^-1 c` with t = ridge times the mean diagonal of G.
 
-        The posterior mean of weights with prior mean zero. Cost: B K^2 (K / 3 + 2 N).
+        The posterior mean of weights with prior mean zero; None if the ridge is lost in the
+        rounding of G. Cost: B K^2 (K / 3 + 2 N).
         """
         diagonal = self.gram.diagonal(dim1=1, dim2=2)
         size = diagonal.mean(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
         ridged = self.gram + torch.diag_embed((ridge * size)[:, None].expand_as(diagonal))
-        return torch.cholesky_solve(self.cross, torch.linalg.cholesky(ridged))
+        factor, failed = torch.linalg.cholesky_ex(ridged)
+        return None if bool(failed.any()) else torch.cholesky_solve(self.cross, factor)
 
     def error(self, weights: Tensor) -> float:
         """The sum of squared differences between z and `h W`."""
-        return float(self.residual(weights).squares.sum())
+        twice = 2 * self.cross - self.gram @ weights
+        return float(self.squares.sum() - (weights * twice).sum())
 
 
 @dataclass(frozen=True)
@@ -106,40 +104,44 @@ class LayerFit:
 
 
 def fit_layer(
-    rest: LayerStatistics, held_out: LayerStatistics, prior: Tensor, *, with_bias: bool
+    rest: LayerStatistics, held_out: LayerStatistics, *, spread: float, with_bias: bool
 ) -> tuple[Tensor, Tensor, LayerFit]:
-    """Weights (B, K, N), shifts (B, N) and how well they fit.
+    """Weights (B, K, N) and shifts (B, N) to add to those that a layer has, and how well they fit.
 
-    The posterior mean about a prior mean, `W = m0 + (G + t I)^-1 (c - G m0)`; with a bias the same
-    about the means, and the shift that makes the means agree. The ridge is the best on what was
-    held out; the fit is of everything. Generalised cross-validation would take all places of an
-    image for independent samples, and chooses too little.
+    The posterior mean about a prior mean m0 is `m0 + (G + t I)^-1 sum h (z - h m0)^T`, so the
+    statistics are those of what m0 leaves unexplained: the difference of two large sums would be
+    all rounding. With a bias, everything is about the means, and the shift makes them agree. The
+    ridge is the best on what was held out; the fit is of everything. Generalised cross-validation
+    would take all places of an image for independent samples, and chooses too little.
+
+    spread: the sum of squares of z about its mean
     """
     both = rest + held_out
-    parts = [part.centred() if with_bias else part for part in (rest, held_out, both)]
-    fitted, judge, whole = (part.residual(prior) for part in parts)
-    ridge = best_ridge(fitted, judge)
-    change = whole.solve(ridge)
-    weights = prior + change
-    spread = max(float(parts[2].squares.sum()), torch.finfo(torch.float64).tiny)
-    before, after = (whole.error(step) / spread for step in (torch.zeros_like(change), change))
-    shifts = (both.totals - (both.sums[:, None] @ weights)[:, 0]) / both.count
-    fit = LayerFit(ridge, before, after, prior.shape[1], int(both.count))
-    return weights, shifts if with_bias else torch.zeros_like(shifts), fit
+    fitted, judge, whole = (
+        part.centred() if with_bias else part for part in (rest, held_out, both)
+    )
+    ridge, change = best_ridge(fitted, judge, whole)
+    unit = max(spread, torch.finfo(torch.float64).tiny)
+    before, after = (whole.error(step) / unit for step in (torch.zeros_like(change), change))
+    shifts = (both.totals - (both.sums[:, None] @ change)[:, 0]) / both.count
+    fit = LayerFit(ridge, before, after, change.shape[1], int(both.count))
+    return change, shifts if with_bias else torch.zeros_like(shifts), fit
 
 
-def best_ridge(fitted: LayerStatistics, judge: LayerStatistics) -> float:
-    """The ridge whose solution has the least error on other statistics.
+def best_ridge(
+    fitted: LayerStatistics, judge: LayerStatistics, whole: LayerStatistics
+) -> tuple[float, Tensor]:
+    """The ridge whose fit to some statistics has the least error on others; its fit to the whole.
 
-    Goes down from the largest and stops where it has become worse twice.
+    Goes down from the largest, and stops where it has become worse twice.
     """
-    best, least, worse = float(RIDGES[0]), float("inf"), 0
+    best, least, worse = RIDGES[0], float("inf"), 0
     for ridge in RIDGES:
-        error = judge.error(fitted.solve(ridge))
-        if error < least:
-            best, least, worse = ridge, error, 0
-        else:
-            worse += 1
-        if worse == 2:
+        weights = fitted.solve(ridge)
+        if weights is None or worse == 2:
             break
-    return best
+        error = judge.error(weights)
+        best, worse = (ridge, 0) if error < least else (best, worse + 1)
+        least = min(error, least)
+    solution = whole.solve(best)
+    return best, torch.zeros_like(whole.cross) if solution is None else solution
