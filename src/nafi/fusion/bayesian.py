@@ -46,7 +46,7 @@ class Bayesian(MatchingOptions, AligningMethod):
 
     direction: "bottom-up", or "top-down" as in the public PFNM code
     max_width: most neurons of a group: a whole number, a float as a factor of the local width, or
-        either by group name. Neurons that are matched by responses are as many as they may be
+        either by group name. With a probe, as many are kept apart as differ, up to this
     match_by: with a probe, "responses" to it, or "weights" as without one
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the

@@ -25,9 +25,9 @@ DIRECTIONS = 256
 def response_table(networks: Networks, group: str) -> NeuronTable | None:
     """What the neurons of a group do, to be matched by; None if they cannot be watched.
 
-    Neurons are watched where layers read them, after their activation function; those that no layer
-    reads, as queries and keys, where layers write them. A group that holds others is compared by
-    what is in it.
+    Neurons are watched where layers read them, after their activation function. Those that are
+    silent there, and those that no layer reads, as queries and keys, are watched where layers write
+    them. A group that holds others is compared by what is in it.
 
     Cost: a product of all clients' neurons with each other over `READ` places.
     """
@@ -48,34 +48,47 @@ def response_table(networks: Networks, group: str) -> NeuronTable | None:
     return NeuronTable(neurons, [np.ones(neurons[0].shape[-1])] * len(neurons))
 
 
-def principal_directions(responses: Sequence[Tensor]) -> list[Tensor]:
-    """(J_s, D) for each client's (J_s, M): centred, of norm one, in their principal directions.
+def principal_directions(rows: Sequence[Tensor]) -> list[Tensor]:
+    """(J_s, D) for each client's (J_s, M), in the principal directions of all of them.
 
-    Distances are kept as far as `DIRECTIONS` can; a neuron that never changes is a zero.
+    Distances are kept as far as `DIRECTIONS` can.
     """
-    stacked = torch.cat(list(responses)).double()
-    stacked = stacked - stacked.mean(dim=1, keepdim=True)
-    norms = stacked.norm(dim=1, keepdim=True)
-    stacked = torch.where(norms > 0, stacked / norms.clamp(min=1e-30), 0.0)
+    stacked = torch.cat(list(rows))
     tall = len(stacked) > stacked.shape[1]
     _, vectors = torch.linalg.eigh(stacked.T @ stacked if tall else stacked @ stacked.T)
     directions = vectors if tall else stacked.T @ vectors
     directions = torch.nn.functional.normalize(directions[:, -DIRECTIONS:], dim=0)
-    return list(torch.split(stacked @ directions, [len(rows) for rows in responses]))
+    return list(torch.split(stacked @ directions, [len(of_client) for of_client in rows]))
 
 
 def _responses(recording: Recording, spec: ModelSpec, group: str) -> Tensor | None:
-    """(J, M) responses of a group's neurons, (parent's width, J, M) within a parent."""
+    """(J, M) responses of a group's neurons, (parent's width, J, M) within a parent.
+
+    Each is centred and of norm one, in columns of its own if it is silent.
+    """
     names = spec.tensors_of(group)
-    watched = [recording.read[name] for name in names if name in recording.read]
-    parts = [part for seen in watched for part in _parts(seen, spec, group)]
-    if not parts:
-        watched = [recording.written[name, 0] for name in names if (name, 0) in recording.written]
-        parts = [part for seen in watched for part in _parts(seen, spec, group)]
+    read = _watched([recording.read.get(name) for name in names], spec, group)
+    written = _watched([recording.written.get((name, 0)) for name in names], spec, group)
+    if read is None or written is None:
+        return read if written is None else written
+    silent = ~read.any(dim=-1, keepdim=True)
+    return torch.cat([read, torch.where(silent, written, 0.0)], dim=-1)
+
+
+def _watched(seen: Sequence[Activity | None], spec: ModelSpec, group: str) -> Tensor | None:
+    parts = [part for activity in seen if activity for part in _parts(activity, spec, group)]
     if not parts:
         return None
     step = -(-sum(part.shape[-1] for part in parts) // READ)
-    return torch.cat([part[..., ::step] for part in parts], dim=-1)
+    return _normalised(torch.cat([part[..., ::step] for part in parts], dim=-1))
+
+
+def _normalised(responses: Tensor) -> Tensor:
+    """Centred and of norm one; a neuron that never changes is zero."""
+    centred = responses.double() - responses.double().mean(dim=-1, keepdim=True)
+    norms = centred.norm(dim=-1, keepdim=True)
+    noise = 1e-6 * responses.abs().amax(dim=-1, keepdim=True) * responses.shape[-1] ** 0.5
+    return torch.where(norms > noise, centred / norms, 0.0)
 
 
 def _parts(seen: Activity, spec: ModelSpec, group: str) -> list[Tensor]:

@@ -238,14 +238,15 @@ def watch(model: nn.Module, inputs: Any, visit: Visit) -> frozenset[str]:
 @contextmanager
 def _plain_kernels(model: nn.Module) -> Iterator[None]:
     """Without kernels that do a whole layer of a transformer or of an LSTM at once."""
-    before = torch.backends.mha.get_fastpath_enabled()
+    fast_path, mkldnn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    recurrent = any(isinstance(module, nn.LSTM) for module in model.modules())
+    if any(isinstance(module, nn.LSTM) for module in model.modules()):
+        torch._C._set_mkldnn_enabled(False)
     try:
-        with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.enabled and not recurrent):
-            yield
+        yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        torch._C._set_mkldnn_enabled(mkldnn)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
