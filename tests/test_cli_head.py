@@ -40,6 +40,10 @@ def south():
 def broken():
     raise RuntimeError("no disk")
 
+def half():
+    yield samples(2, [0.0, 0.5, 0.5])
+    raise OSError("disk is gone")
+
 def nothing():
     return None
 """
@@ -103,7 +107,8 @@ def test_what_cannot_be_done_is_said(folder: Path) -> None:
 
     assert "ends in .stats" in refused("networks:north", "x.safetensors")
     assert "RuntimeError: no disk" in refused("networks:broken")
-    assert "failed: TypeError" in refused("networks:nothing")
+    assert "gives no batches (inputs, labels): TypeError" in refused("networks:nothing")
+    assert "OSError: disk is gone" in refused("networks:half")
     assert "has no function" in refused("networks:west")
     assert "expected package.module:function" in refused("networks")
     assert not (folder / "x.stats").exists()

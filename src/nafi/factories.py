@@ -1,7 +1,7 @@
-"""Networks by name: `package.module:factory`.
+"""Networks, and other things that users write code for, by name: `package.module:factory`.
 
-Hides: importing the user's code. Promises: an `nn.Module` and example inputs, or a one-line error
-that says what failed: the name, the import or the call.
+Hides: importing the user's code. Promises: an `nn.Module` and example inputs, or a function; or a
+one-line error that says what failed: the name, the import or the call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +21,12 @@ from nafi.errors import InputError
 
 def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
     """Call the factory; also return the function `example_inputs` of its module, if any."""
-    factory = find_function(name, "factory")
-    module = sys.modules[name.partition(":")[0]]
+    factory, module = load_function(name, "factory")
     return call_factory(factory, name), getattr(module, "example_inputs", None)
 
 
-def find_function(name: str, what: str) -> Callable[..., Any]:
-    """What `package.module:function` names; what: it is called in errors."""
+def load_function(name: str, what: str) -> tuple[Callable[..., Any], ModuleType]:
+    """The function of this name, and its module. what: what errors call it."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name or module_name.endswith(".py"):
         hint = f"; write {module_name[:-3]}:{function_name}" if module_name.endswith(".py") else ""
@@ -43,7 +43,18 @@ def find_function(name: str, what: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise InputError(f"{module_name} has no function or class {function_name!r}")
-    return cast("Callable[..., Any]", function)
+    return function, module
+
+
+def call_function(function: Callable[..., Any], name: str, *arguments: object) -> Any:
+    """What a user's function returns, or a one-line error."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        called = "without arguments" if not arguments else "with a model"
+        raise InputError(
+            f"{name} failed: {type(error).__name__}: {error}; it is called {called}"
+        ) from error
 
 
 def call_factory(factory: Callable[[], Any], name: str = "factory") -> nn.Module:

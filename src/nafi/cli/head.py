@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -138,18 +138,14 @@ def _check_name(out: Path, suffix: str) -> None:
         raise InputError(f"--out: found {out}, expected a name that ends in {suffix}")
 
 
-def _batches(name: str) -> Iterable[Any]:
+def _batches(name: str) -> Iterator[Any]:
     """What the user's function gives."""
-    from nafi.factories import find_function
+    from nafi.factories import call_function, load_function
 
+    batches = call_function(load_function(name, "function")[0], name)
     try:
-        batches: Iterable[Any] = find_function(name, "function")()
-        iter(batches)
-    except InputError:
-        raise
+        yield from batches
     except Exception as error:
         raise InputError(
-            f"{name}() failed: {type(error).__name__}: {error}; it is called without arguments and "
-            "gives batches (inputs, labels)"
+            f"{name} gives no batches (inputs, labels): {type(error).__name__}: {error}"
         ) from error
-    return batches

@@ -279,7 +279,7 @@ def solve_head(model: nn.Module, statistics: Sequence[HeadStatistics]) -> nn.Mod
     """
     total = add_statistics(statistics)
     check_statistics(model, total)
-    fit = fit_head(total)
+    fit = _finite_fit(total)
     solved = copy_network(model)
     tensors = named_tensors(solved)
     weight = tensors[total.layer.weight].detach().movedim(total.layer.axis, 0)
@@ -290,6 +290,18 @@ def solve_head(model: nn.Module, statistics: Sequence[HeadStatistics]) -> nn.Mod
     if total.layer.bias is not None:
         tensors[total.layer.bias].detach().copy_(bias)
     return solved
+
+
+def _finite_fit(statistics: HeadStatistics) -> HeadFit:
+    try:
+        fit = fit_head(statistics)
+    except RuntimeError:  # torch finds no solution
+        fit = None
+    if fit is None or not all(bool(t.float().isfinite().all()) for t in (fit.weights, fit.bias)):
+        raise InputError(
+            "the statistics give no finite weights: some client's sums are absurdly large or small"
+        )
+    return fit
 
 
 def add_statistics(statistics: Sequence[HeadStatistics]) -> HeadStatistics:
