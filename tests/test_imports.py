@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
+    "probes": {"checkpoints", "factories", "fusion", "graph"},
     "cli": {
         "matching",
         "graph",
@@ -47,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoints",
         "factories",
         "files",
+        "probes",
         "statistics_files",
     },
     "__init__": {
@@ -69,6 +71,7 @@ RESERVED = {
         "checkpoints",
         "factories",
         "manifest",
+        "probes",
         "statistics_files",
     },
     "flwr": {"federated"},

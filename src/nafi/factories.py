@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -73,7 +73,7 @@ def call_factory(factory: Callable[[], Any], name: str = "factory") -> nn.Module
 
 def resolve_inputs(
     shapes: Sequence[str], example_inputs: Callable[[], Any] | None, batch: int = 2
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...] | dict[str, Any]:
     """Zeros of these shapes (written without the batch), or what `example_inputs` returns."""
     if shapes:
         return tuple(torch.zeros(batch, *_shape(text)) for text in shapes)
@@ -86,6 +86,8 @@ def resolve_inputs(
         inputs = example_inputs()
     except Exception as error:
         raise InputError(f"example_inputs() failed: {type(error).__name__}: {error}") from error
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
 

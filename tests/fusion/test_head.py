@@ -126,12 +126,23 @@ def test_the_ridge_minimises_the_leave_one_out_error_of_a_hat_matrix() -> None:
 
     def score(ridge: float) -> float:
         hat = rows @ np.linalg.solve(rows.T @ rows + ridge * unit * np.eye(HIDDEN), rows.T)
-        left = 1 - np.trace(hat) / len(rows)
+        left = 1 - (1 + np.trace(hat)) / len(rows)
         return float((((targets - hat @ targets) / left) ** 2).sum())
 
     chosen = choose_ridge(nafi.statistics(model, [(inputs, labels)]).sums)
     assert chosen == min(RIDGES, key=score)
     assert RIDGES[0] > chosen > RIDGES[-1]
+
+
+@pytest.mark.filterwarnings("ignore::nafi.fusion.FusionWarning")
+def test_more_inputs_than_samples_ask_for_a_ridge() -> None:
+    """Samples that are fitted exactly, means and all, are no sign that little ridge is needed."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(40) % 2
+    inputs = torch.randn(40, 60, generator=generator) + 0.3 * labels[:, None]
+    _, sums = through(inputs, labels)
+    assert choose_ridge(sums.sums) > 100 * min(RIDGES)
+    assert not bool(sums.losses.any())  # too few to say how sure the network may be
 
 
 def alike(one: HeadStatistics, other: HeadStatistics) -> bool:

@@ -1,6 +1,6 @@
 """S models in, one model out; uses `matching` and `graph`."""
 
-from nafi.fusion.api import Validate, fuse
+from nafi.fusion.api import fuse
 from nafi.fusion.averaging import FedAvg
 from nafi.fusion.bayesian import Bayesian, Nafi, Pfnm
 from nafi.fusion.clients import check_class_axis, check_clients
@@ -15,14 +15,16 @@ from nafi.fusion.head import (
     solve_head,
     statistics,
 )
+from nafi.fusion.judge import Validate, Verdict, verdict
 from nafi.fusion.last_layer import LastLayer
 from nafi.fusion.merge import merge_tensors
 from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
 from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
+from nafi.fusion.probe import PROBE_LIMIT, read_probe
 from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
-from nafi.fusion.result import FusionResult
+from nafi.fusion.result import Agreement, FusionResult, Scores
 from nafi.fusion.screen import Screen, as_real
 from nafi.fusion.transport import Transport, align_to_one
 from nafi.fusion.widths import check_max_width, width_limits
@@ -30,7 +32,9 @@ from nafi.graph import calibrate
 
 __all__ = [
     "METHODS",
+    "PROBE_LIMIT",
     "SCALES",
+    "Agreement",
     "AligningMethod",
     "Alignment",
     "Bayesian",
@@ -48,9 +52,11 @@ __all__ = [
     "Pfnm",
     "Progress",
     "Rebasin",
+    "Scores",
     "Screen",
     "Transport",
     "Validate",
+    "Verdict",
     "add_statistics",
     "align_to_one",
     "as_real",
@@ -68,7 +74,9 @@ __all__ = [
     "next_group",
     "option_names",
     "prepare_networks",
+    "read_probe",
     "solve_head",
     "statistics",
+    "verdict",
     "width_limits",
 ]

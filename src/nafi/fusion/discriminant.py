@@ -68,7 +68,7 @@ def choose_ridge(sums: LayerStatistics) -> float:
     def score(ridge: float) -> float:
         kept = values + ridge * unit
         error = about.squares.sum() - (power * (kept + ridge * unit) / kept.square()).sum()
-        left = 1 - (values / kept).sum() / sums.count
+        left = 1 - (1 + (values / kept).sum()) / sums.count  # the means are fitted, too
         return float(error / left.square())
 
     return min(RIDGES, key=score)

@@ -29,9 +29,10 @@ from nafi.graph import Product, copy_network, named_tensors
 PLACES = 256
 # A client's sums over fewer samples of a class come close to showing each of them.
 FEW = 10
-# Factors of log likelihoods that clients try, on at most so many samples, held out in turn.
+# Factors of log likelihoods that clients try, on so many samples at least and at most, held out in
+# turn. With fewer, a client's own fit says nothing of the one to all clients' samples.
 SCALES = tuple(2.0 ** (k / 8) for k in range(-32, 17))
-_TRIED, _FOLDS = 4096, 5
+_LEAST_TRIED, _MOST_TRIED, _FOLDS = 50, 4096, 5
 # What torch's losses leave out.
 _IGNORED = -100
 
@@ -210,12 +211,12 @@ class _Tried:
         if self.drawn is not None:
             drawn = torch.cat([self.drawn, drawn])
             read, targets = torch.cat([self.read, read]), torch.cat([self.targets, targets])
-        kept = drawn.argsort()[:_TRIED]
+        kept = drawn.argsort()[:_MOST_TRIED]
         self.drawn, self.read, self.targets = drawn[kept], read[kept], targets[kept]
 
     def losses(self) -> Tensor:
         """(len(SCALES),) each part judged by what the client's other parts make of it."""
-        if len(self.read) < 2 * _FOLDS or int((self.targets.sum(dim=0) > 0).sum()) < 2:
+        if len(self.read) < _LEAST_TRIED or int((self.targets.sum(dim=0) > 0).sum()) < 2:
             return torch.zeros(len(SCALES), dtype=torch.float64)
         parts = list(zip(self.read.chunk(_FOLDS), self.targets.chunk(_FOLDS), strict=True))
         sums = [LayerStatistics.of(read[None], targets[None]) for read, targets in parts]
