@@ -79,13 +79,19 @@ class Ensemble(Method):
     """
 
     name: ClassVar[str] = "ensemble"
+    uses: ClassVar[frozenset[str]] = frozenset({"class_counts", "sample_counts"})
 
     average: str = option(one_of(AVERAGES), "logits")
     weigh_by: str = option(one_of(("models", "counts")), "models")
 
-    @property
-    def uses(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"class_counts", "sample_counts"} if self.weigh_by == "counts" else ())
+    def check_uses(self, **known: object) -> None:
+        super().check_uses(**known)
+        counts = [name for name in self.uses if known.get(name) is not None]
+        if counts and self.weigh_by == "models":
+            raise InputError(f"{counts[0]}: ensemble uses them with weigh_by='counts' only")
+
+    def used(self, **known: Any) -> dict[str, Any]:
+        return super().used(**known) if self.weigh_by == "counts" else {}
 
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Prepared:
         return clients, example_inputs
