@@ -522,7 +522,7 @@ IN_ROUNDS = "rounds = 2\n" + METHOD
             '[[methods]]\nname = "n"\nmethod = "nafi"\ngrid = { penalty = [0.1, 0.2] }',
             "2 candidates, more than the budget of 1",
         ),
-        (METHOD + 'method = "fedmax"', r"method n: found 'fedmax', expected one of local, nafi"),
+        (METHOD + 'method = "fedmax"', r"method n: found 'fedmax', expected one of local, best, nafi"),
         (METHOD + 'method = "layerwise"', "method n: found 'layerwise'"),
         ("rounds = 2\n" + METHOD + 'method = "pfnm"', "method n: found 'pfnm'.* in rounds"),
         (METHOD + 'method = "ot"\ngrid = { penalty = [1] }', "n: ot has no option 'penalty'"),
