@@ -165,6 +165,7 @@ class TwoBlocks(nn.Sequential):
         super().__init__(nn.Linear(5, 8), *blocks, nn.Linear(12, 3))
 
 
+@pytest.mark.slow
 def test_blocks_of_other_widths_grow() -> None:
     widths = grown(TwoBlocks, (torch.randn(2, 7, 5),)).widths
     assert {name: widths[name] for name in ("1.qkv", "1.inner", "3.qkv", "3.inner")} == {
