@@ -58,7 +58,9 @@ def _check_values(method: str, candidate: Options, in_rounds: bool) -> None:
     if in_rounds:
         _check_strategy(method, fusion_options(candidate))
     else:
-        make_method(method, **fusion_options(candidate)).check_one_variant()
+        made = make_method(method, **fusion_options(candidate))
+        made.check_one_variant()
+        made.check_uses(probe=candidate.get("probe") or None)
 
 
 def _check_strategy(name: str, options: Options) -> None:
@@ -85,9 +87,7 @@ def option_names(method: str, in_rounds: bool) -> list[str]:
         return list(_OF_TRAINING)
     if in_rounds:
         return [*strategy_options(method), *_IN_ROUNDS]
-    left_out = [] if "probe" in METHODS[method].uses else ["probe"]
-    own = [name for name in _ONE_SHOT if name not in left_out]
-    return [*method_options(method), *_OF_TRAINING, *own]
+    return [*method_options(method), *_OF_TRAINING, *_ONE_SHOT]
 
 
 def training_options(options: Options) -> dict[str, Any]:
