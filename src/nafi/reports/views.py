@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import log
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -130,11 +130,13 @@ def _methods(material: Material) -> Iterator[TextTable | Figure]:
 @view("parameters")
 def _parameters(material: Material) -> Iterator[TextTable | Figure]:
     """How large the fused networks are."""
-    sized = [r for r in material.records if r.get("parameters")]
-    if sized:
-        thousands = [{**r, "thousands": r["parameters"] / 1000} for r in sized]
-        table = score_table(thousands, "Parameters, thousands", "thousands")
-        yield replace(table, best=frozenset())
+    cells = by_cell([r for r in material.records if r.get("parameters")], lambda r: r["parameters"])
+    methods = in_order({method for row in cells.values() for method in row})
+    rows = tuple(
+        (m, *(f"{row[m].mean / 1000:.1f}" if m in row else "" for row in cells.values()))
+        for m in methods
+    )
+    yield TextTable("Parameters, thousands", ("method", *map(cell_name, cells)), rows)
 
 
 @view("size")
