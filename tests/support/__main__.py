@@ -1,0 +1,111 @@
+"""Examine every network in a process of its own: `python -m tests.support`.
+
+Hides: limits of time and memory, and what was done before. Promises: a line of JSON for every
+network, also for one whose process had to be killed; then the page with all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.support import page
+from tests.support.contracts import Record, examine
+from tests.support.networks import BY_LABEL, NETWORKS, Network
+
+ROOT = Path(__file__).parent.parent.parent
+RECORDS = ROOT / "results" / "support.jsonl"
+PAGE = ROOT / "docs" / "support.md"
+SECONDS, BYTES = 120, 3 * 2**30
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.support", description=__doc__)
+    parser.add_argument("--only", default="*", help="networks whose name fits, like 'timm/*'")
+    parser.add_argument("--resume", action="store_true", help="leave out those with a record")
+    parser.add_argument("--processes", type=int, default=2, choices=(1, 2))
+    parser.add_argument("--packages", help="a folder with packages, searched last")
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    if chosen.packages:
+        sys.path.append(chosen.packages)
+    known = {record["network"]: record for record in read(chosen.records)}
+    todo = [n for n in NETWORKS if fnmatch(n.label, chosen.only)]
+    if chosen.resume:
+        todo = [n for n in todo if n.label not in known]
+    with ThreadPoolExecutor(chosen.processes) as pool:
+        for done, record in enumerate(pool.map(isolated, todo), start=1):
+            known[record["network"]] = record
+            with chosen.records.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            print(f"{done:3}/{len(todo)} {page.line(record)}", flush=True)
+    records = [known[label] for label in BY_LABEL if label in known]
+    chosen.records.write_text("".join(json.dumps(record) + "\n" for record in records))
+    chosen.page.write_text(page.page(records), encoding="utf-8")
+
+
+def read(path: Path) -> Iterator[Record]:
+    """The records of a file; the last of a network counts."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def isolated(network: Network) -> Record:
+    """The record of a network, from a process of its own."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(network, sender))
+    start = time.perf_counter()
+    process.start()
+    sender.close()
+    record: Record | None = None
+    try:
+        if receiver.poll(SECONDS):
+            record = receiver.recv()
+    except EOFError:
+        pass
+    text = "took too long" if process.is_alive() else "died, perhaps for want of memory"
+    process.kill()
+    process.join()
+    return record or stopped(network, text, time.perf_counter() - start)
+
+
+def stopped(network: Network, text: str, seconds: float) -> Record:
+    error = {"step": "process", "error": "Stopped", "text": text, "foreign": True}
+    head = {"network": network.label, "transformer": network.transformer, "traced": False}
+    return {**head, "errors": [error], "seconds": round(seconds, 1)}
+
+
+def child(network: Network, sender: Connection) -> None:
+    """Examine within the limits, silently."""
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    logging.disable(logging.ERROR)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    try:
+        record = examine(network)
+    except Exception as error:  # the network itself does not run: an entry to mend
+        record = stopped(network, f"{type(error).__name__}: {error}"[:300], 0.0)
+    record["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    sender.send(record)
+
+
+if __name__ == "__main__":
+    main()
