@@ -57,7 +57,7 @@ def main() -> None:
             print(f"{done:3}/{len(todo)} {page.line(record)}", flush=True)
     records = [known[label] for label in BY_LABEL if label in known]
     chosen.records.write_text("".join(json.dumps(record) + "\n" for record in records))
-    chosen.page.write_text(page.page(records), encoding="utf-8")
+    chosen.page.write_text(page.page(records, SECONDS, BYTES >> 30), encoding="utf-8")
 
 
 def read(path: Path) -> Iterator[Record]:

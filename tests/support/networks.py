@@ -49,7 +49,7 @@ def load(path: str) -> Any:
 
 @cache
 def _define_torchvision_operations() -> None:
-    """torchvision, which others import, asks for operations that it compiled for one build of torch.
+    """torchvision asks for operations of its own, which fit the build of torch that it knows.
 
     They are for the boxes of detectors; no network here calls them.
     """
@@ -118,7 +118,7 @@ class Sequence(nn.Module):
 
 
 class Tutorial(nn.Module):
-    """The language model of PyTorch's tutorial: tokens, an encoder under a causal mask, a decoder."""
+    """The language model of PyTorch's tutorial: an encoder under a causal mask."""
 
     def __init__(self, norm_first: bool) -> None:
         super().__init__()
@@ -142,6 +142,8 @@ def recurrent(name: str, **options: Any) -> Network:
     return Network("torch", label, make, floats((2, 6, 5)))
 
 
+# The tables that follow are read by the row.
+# fmt: off
 TORCH = [
     recurrent("RNN", num_layers=2),
     recurrent("LSTM"),
@@ -150,26 +152,10 @@ TORCH = [
     recurrent("GRU", num_layers=2),
     Network("torch", "TransformerEncoder, causal mask", lambda: Tutorial(False), tokens(), True),
     Network("torch", "TransformerEncoder, norm first", lambda: Tutorial(True), tokens(), True),
-    network(
-        "torch.nn:Transformer",
-        floats((2, 6, 24), (2, 5, 24)),
-        24,
-        4,
-        2,
-        2,
-        36,
-        batch_first=True,
-        transformer=True,
-    ),
-    network(
-        "torch.nn:TransformerDecoderLayer",
-        floats((2, 6, 24), (2, 5, 24)),
-        24,
-        4,
-        36,
-        batch_first=True,
-        transformer=True,
-    ),
+    network("torch.nn:Transformer", floats((2, 6, 24), (2, 5, 24)), 24, 4, 2, 2, 36,
+            batch_first=True, transformer=True),
+    network("torch.nn:TransformerDecoderLayer", floats((2, 6, 24), (2, 5, 24)), 24, 4, 36,
+            batch_first=True, transformer=True),
 ]
 
 # --- MONAI ------------------------------------------------------------------------------------
@@ -184,48 +170,18 @@ def monai(
 
 MONAI = [
     monai("UNet", images(), 2, 3, 4, channels=(6, 9, 14), strides=(2, 2), num_res_units=2),
-    monai(
-        "UNet",
-        volumes(16),
-        3,
-        1,
-        3,
-        channels=(4, 6, 8),
-        strides=(2, 2),
-        norm="batch",
-        label="UNet, 3D",
-    ),
+    monai("UNet", volumes(16), 3, 1, 3, channels=(4, 6, 8), strides=(2, 2), norm="batch",
+          label="UNet, 3D"),
     monai("BasicUNet", images(), 2, 3, 4, features=(6, 7, 9, 11, 13, 6)),
     monai("BasicUNetPlusPlus", images(), 2, 3, 4, features=(6, 7, 9, 11, 13, 6)),
     monai("AttentionUnet", images(), 2, 3, 4, channels=(6, 9, 14), strides=(2, 2)),
-    monai(
-        "DynUNet",
-        images(),
-        2,
-        3,
-        4,
-        kernel_size=(3, 3, 3),
-        strides=(1, 2, 2),
-        upsample_kernel_size=(2, 2),
-        filters=(6, 9, 14),
-    ),
-    monai(
-        "DynUNet",
-        images(),
-        2,
-        3,
-        4,
-        kernel_size=(3, 3, 3, 3),
-        strides=(1, 2, 2, 2),
-        upsample_kernel_size=(2, 2, 2),
-        filters=(6, 8, 10, 12),
-        deep_supervision=True,
-        deep_supr_num=1,
-        res_block=True,
-        label="DynUNet, deep supervision",
-    ),
-    monai("SegResNet", images(), 2, 8, 3, 4, norm=("GROUP", {"num_groups": 4}), blocks_down=(1, 1)
-          , blocks_up=(1,)),
+    monai("DynUNet", images(), 2, 3, 4, kernel_size=(3, 3, 3), strides=(1, 2, 2),
+          upsample_kernel_size=(2, 2), filters=(6, 9, 14)),
+    monai("DynUNet", images(), 2, 3, 4, kernel_size=(3, 3, 3, 3), strides=(1, 2, 2, 2),
+          upsample_kernel_size=(2, 2, 2), filters=(6, 8, 10, 12), deep_supervision=True,
+          deep_supr_num=1, res_block=True, label="DynUNet, deep supervision"),
+    monai("SegResNet", images(), 2, 8, 3, 4, norm=("GROUP", {"num_groups": 4}),
+          blocks_down=(1, 1), blocks_up=(1,)),
     monai("SegResNetDS", images(), 2, 8, 3, 4, blocks_down=(1, 1), dsdepth=2),
     monai("VNet", images(channels=2), 2, 2, 2),
     monai("HighResNet", volumes(12), 3, 1, 3, layer_params=(
@@ -235,8 +191,8 @@ MONAI = [
         {"name": "conv_3", "kernel_size": 1},
     )),
     monai("DenseNet121", images(), 2, 3, 4, init_features=8, growth_rate=5, block_config=(2, 2, 1)),
-    monai("SEResNet50", images(), spatial_dims=2, in_channels=3, num_classes=4, layers=(1, 1, 1, 1)
-          , inplanes=16),
+    monai("SEResNet50", images(), spatial_dims=2, in_channels=3, num_classes=4, inplanes=16,
+          layers=(1, 1, 1, 1)),
     monai("ResNet", images(), "basic", [1, 1, 1, 1], [6, 8, 10, 12], spatial_dims=2,
           n_input_channels=3, num_classes=4),
     monai("EfficientNetBN", images(), "efficientnet-b0", pretrained=False, spatial_dims=2,
@@ -260,7 +216,7 @@ MONAI = [
     monai("DiffusionModelUNet",
           lambda: (drawn((2, 3, 16, 16)), torch.tensor([3, 5])), 2, 3, 3, num_res_blocks=(1, 1),
           channels=(8, 8), attention_levels=(False, True), norm_num_groups=4, num_head_channels=4),
-    monai("ResNetFeatures", images(), "resnet10", pretrained=False, spatial_dims=2, in_channels=3)
+    monai("ResNetFeatures", images(), "resnet10", pretrained=False, spatial_dims=2, in_channels=3),
 ]
 
 # --- transformers -----------------------------------------------------------------------------
@@ -391,8 +347,8 @@ TRANSFORMERS = [
                  "num_blocks": 1, "num_self_attends_per_block": 1, "num_self_attention_heads": 2,
                  "num_cross_attention_heads": 2, "max_position_embeddings": 16}),
     huggingface("TimeSeriesTransformerModel", lambda: (
-                drawn((2, 12)), drawn((2, 12, 1), 1), torch.ones(2, 12, dtype=torch.bool), None, None, None,
-                drawn((2, 4), 2), drawn((2, 4, 1), 3)),
+                drawn((2, 12)), drawn((2, 12, 1), 1), torch.ones(2, 12, dtype=torch.bool), None,
+                None, drawn((2, 4), 2), drawn((2, 4, 1), 3)),
                 {"prediction_length": 4, "context_length": 5, "lags_sequence": [1, 2, 7],
                  "num_time_features": 1, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
                  "encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "use_cache": False,
@@ -550,7 +506,8 @@ DIFFUSERS = [
             down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2),
     network("diffusers:VQModel", images(16), block_out_channels=(8,), norm_num_groups=4),
     network("diffusers:AutoencoderTiny", images(16), encoder_block_out_channels=(8, 8),
-            decoder_block_out_channels=(8, 8), num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1)),
+            decoder_block_out_channels=(8, 8), num_encoder_blocks=(1, 1),
+            num_decoder_blocks=(1, 1)),
     network("diffusers:UNet1DModel", lambda: (drawn((2, 2, 32)), torch.tensor([3, 5])),
             block_out_channels=(32, 32), extra_in_channels=64,
             down_block_types=("DownBlock1DNoSkip", "DownBlock1D"),
@@ -587,9 +544,9 @@ GEOMETRIC = [
 ]
 
 
-def lucidrains(name: str, inputs: Maker = images(), module: str = "", **options: Any) -> Network:
+def lucidrains(name: str, module: str = "", size: int = 32, **options: Any) -> Network:
     path = f"vit_pytorch{'.' + module if module else ''}:{name}"
-    return network(path, inputs, transformer=True, **options)
+    return network(path, images(size), transformer=True, **options)
 
 
 PLAIN = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 24, "depth": 2, "heads": 3,
@@ -608,36 +565,36 @@ VIT_PYTORCH = [
                dim_head=8),
     lucidrains("PiT", module="pit", image_size=32, patch_size=8, num_classes=5, dim=24,
                depth=(1, 1), heads=2, mlp_dim=36, dim_head=8),
-    lucidrains("MobileViT", module="mobile_vit", inputs=images(128), image_size=(128, 128), dims=[12, 16, 20],
+    lucidrains("MobileViT", module="mobile_vit", size=128, image_size=(128, 128), dims=[12, 16, 20],
                channels=[6, 6, 8, 8, 10, 10, 12, 12, 14, 14, 16], num_classes=5),
 ]
 
 
-def attention_layers(head: str, inputs: Maker, **options: Any) -> Network:
+AROUND = {
+    "TransformerWrapper": {"num_tokens": 41, "max_seq_len": 16},
+    "ViTransformerWrapper": {"image_size": 32, "patch_size": 8, "num_classes": 5},
+    "ContinuousTransformerWrapper": {"dim_in": 5, "dim_out": 4, "max_seq_len": 16},
+}
+
+
+def attention_layers(wrapper: str, kind: str, inputs: Maker, **options: Any) -> Network:
     """A network of x_transformers around its `Encoder` or `Decoder`."""
 
     def make() -> nn.Module:
-        wrapper, _, layers = head.partition("+")
-        body = load(f"x_transformers:{layers}")(dim=24, depth=2, heads=3, attn_dim_head=8, **options)
-        if wrapper == "TransformerWrapper":
-            return load(f"x_transformers:{wrapper}")(num_tokens=41, max_seq_len=16, attn_layers=body)
-        if wrapper == "ViTransformerWrapper":
-            return load(f"x_transformers:{wrapper}")(image_size=32, patch_size=8, num_classes=5,
-                                                     attn_layers=body)
-        return load(f"x_transformers:{wrapper}")(dim_in=5, dim_out=4, max_seq_len=16,
-                                                 attn_layers=body)
+        layers = load(f"x_transformers:{kind}")
+        body = layers(dim=24, depth=2, heads=3, attn_dim_head=8, **options)
+        return load(f"x_transformers:{wrapper}")(**AROUND[wrapper], attn_layers=body)
 
-    label = head.replace("+", ", ") + "".join(f", {key}" for key in options)
-    return Network("x_transformers", label, make, inputs, True)
+    return Network("x_transformers", ", ".join([wrapper, kind, *options]), make, inputs, True)
 
 
 X_TRANSFORMERS = [
-    attention_layers("TransformerWrapper+Encoder", tokens()),
-    attention_layers("TransformerWrapper+Decoder", tokens(), rotary_pos_emb=True),
-    attention_layers("TransformerWrapper+Decoder", tokens(), alibi_pos_bias=True, ff_glu=True),
-    attention_layers("TransformerWrapper+Encoder", tokens(), use_rmsnorm=True, attn_qk_norm=True),
-    attention_layers("ViTransformerWrapper+Encoder", images()),
-    attention_layers("ContinuousTransformerWrapper+Encoder", floats((2, 6, 5))),
+    attention_layers("TransformerWrapper", "Encoder", tokens()),
+    attention_layers("TransformerWrapper", "Decoder", tokens(), rotary_pos_emb=True),
+    attention_layers("TransformerWrapper", "Decoder", tokens(), alibi_pos_bias=True, ff_glu=True),
+    attention_layers("TransformerWrapper", "Encoder", tokens(), use_rmsnorm=True, attn_qk_norm=True),
+    attention_layers("ViTransformerWrapper", "Encoder", images()),
+    attention_layers("ContinuousTransformerWrapper", "Encoder", floats((2, 6, 5))),
 ]
 
 OTHERS = [
