@@ -13,15 +13,15 @@ import multiprocessing
 import os
 import resource
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from multiprocessing.connection import Connection
 from pathlib import Path
+from signal import SIGXCPU
 
 from tests.support import page
-from tests.support.contracts import Record, examine
+from tests.support.contracts import STEPS, Record, blank, examine, failed
 from tests.support.networks import BY_LABEL, NETWORKS, Network
 
 ROOT = Path(__file__).parent.parent.parent
@@ -72,39 +72,38 @@ def isolated(network: Network) -> Record:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=child, args=(network, sender))
-    start = time.perf_counter()
     process.start()
     sender.close()
-    record: Record | None = None
+    record = last(receiver, blank(network))
+    process.join()
+
+    if process.exitcode:
+        causes = {-SIGXCPU: f"more than {SECONDS} s", 1: "does not build or run"}
+        step = next(s.__name__ for s in STEPS if s.__name__ not in record["seconds"])
+        failed(record, step, "Stopped", causes.get(process.exitcode, "out of memory?"))
+    return record
+
+
+def last(receiver: Connection, record: Record) -> Record:
+    """The last record that a process sent before it ended."""
     try:
-        if receiver.poll(SECONDS):
+        while True:
             record = receiver.recv()
     except EOFError:
-        pass
-    text = "took too long" if process.is_alive() else "died, perhaps for want of memory"
-    process.kill()
-    process.join()
-    return record or stopped(network, text, time.perf_counter() - start)
-
-
-def stopped(network: Network, text: str, seconds: float) -> Record:
-    error = {"step": "process", "error": "Stopped", "text": text, "foreign": True}
-    head = {"network": network.label, "transformer": network.transformer, "traced": False}
-    return {**head, "errors": [error], "seconds": round(seconds, 1)}
+        return record
 
 
 def child(network: Network, sender: Connection) -> None:
     """Examine within the limits, silently."""
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     logging.disable(logging.ERROR)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    try:
-        record = examine(network)
-    except Exception as error:  # the network itself does not run: an entry to mend
-        record = stopped(network, f"{type(error).__name__}: {error}"[:300], 0.0)
-    record["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    sender.send(record)
+    for record in examine(network):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        sender.send({**record, "megabytes": peak})
+    os._exit(0)  # what libraries do at exit does not survive a fork
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -169,36 +169,51 @@ def loads(subject: Subject) -> Record:
 STEPS: list[Callable[[Subject], Record]] = [traced, permuted, copies, grows, apart, loads]
 
 
-def examine(network: Network) -> Record:
-    """All steps on one network; after a network without groups nothing more can be asked."""
-    start = time.perf_counter()
-    record: Record = {"network": network.label, "transformer": network.transformer, "errors": []}
+def examine(network: Network) -> Iterator[Record]:
+    """What is known of a network after each step; without groups nothing more can be asked.
+
+    Seconds are those of the processor: other work on the machine does not count.
+    """
+    record = blank(network)
+    yield record
     subject = Subject.of(network)
     record["parameters"] = sum(p.numel() for p in subject.one.parameters())
     record["precision"] = str(subject.dtype).removeprefix("torch.")
     for step in STEPS:
-        begun = time.perf_counter()
+        begun = time.process_time()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            record |= {step.__name__: False} | _attempt(step, subject, record["errors"])
-        record[f"{step.__name__}_seconds"] = round(time.perf_counter() - begun, 2)
+            record |= _attempt(step, subject, record)
+        record["seconds"][step.__name__] = round(time.process_time() - begun, 2)
         if step is traced:
             record["warnings"] = [str(w.message)[:200] for w in said if _is_ours(w)]
-            if not record["traced"]:
-                break
-    return {**record, "seconds": round(time.perf_counter() - start, 1)}
+        yield record
+        if not record["traced"]:
+            return
+
+
+def blank(network: Network) -> Record:
+    """The record of a network of which nothing is known."""
+    checks = {step.__name__: False for step in STEPS}
+    head = {"network": network.label, "transformer": network.transformer}
+    return {**head, **checks, "errors": [], "seconds": {}}
+
+
+def failed(record: Record, step: str, error: str, text: str, *, foreign: bool = True) -> None:
+    """Add an error to a record."""
+    record["errors"].append({"step": step, "error": error, "text": text[:300], "foreign": foreign})
 
 
 def _is_ours(warning: warnings.WarningMessage) -> bool:
     return warning.category.__module__.startswith("nafi")
 
 
-def _attempt(step: Callable[[Subject], Record], subject: Subject, errors: list[Record]) -> Record:
+def _attempt(step: Callable[[Subject], Record], subject: Subject, record: Record) -> Record:
+    """What a step finds; an error is noted instead."""
     try:
         return step(subject)
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")[:300]
+        first = next(iter(str(error).splitlines()), "")
         foreign = not isinstance(error, NafiError)
-        name = type(error).__name__
-        errors.append({"step": step.__name__, "error": name, "text": first, "foreign": foreign})
+        failed(record, step.__name__, type(error).__name__, first, foreign=foreign)
         return {}

@@ -592,7 +592,8 @@ X_TRANSFORMERS = [
     attention_layers("TransformerWrapper", "Encoder", tokens()),
     attention_layers("TransformerWrapper", "Decoder", tokens(), rotary_pos_emb=True),
     attention_layers("TransformerWrapper", "Decoder", tokens(), alibi_pos_bias=True, ff_glu=True),
-    attention_layers("TransformerWrapper", "Encoder", tokens(), use_rmsnorm=True, attn_qk_norm=True),
+    attention_layers("TransformerWrapper", "Encoder", tokens(), use_rmsnorm=True,
+                     attn_qk_norm=True),
     attention_layers("ViTransformerWrapper", "Encoder", images()),
     attention_layers("ContinuousTransformerWrapper", "Encoder", floats((2, 6, 5))),
 ]

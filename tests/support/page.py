@@ -44,14 +44,20 @@ HEAD = """\
 
 def line(record: Record) -> str:
     """One network on the terminal."""
-    checks = " ".join(name if record.get(name) else name.upper() for name in CHECKS)
+    checks = " ".join(name if record[name] else name.upper() for name in CHECKS)
     errors = "; ".join(f"{e['step']}: {e['error']}: {e['text'][:80]}" for e in record["errors"])
     share = f"{record.get('coverage', 0):.0%}"
-    return f"{record['network']:45} {checks} {share} {grown(record)} {record['seconds']}s {errors}"
+    return f"{record['network']:45} {checks} {share} {grown(record)} {spent(record)} {errors}"
 
 
 def grown(record: Record) -> str:
-    return f"{record.get('grows') or 0}/{record.get('groups', 0)}"
+    return f"{int(record['grows'])}/{record.get('groups', 0)}"
+
+
+def spent(record: Record) -> str:
+    """Seconds of the groups, and of everything."""
+    seconds = record["seconds"]
+    return f"{seconds.get('traced', 0):.1f}, {sum(seconds.values()):.1f}"
 
 
 def page(records: list[Record], seconds: int, gigabytes: int) -> str:
@@ -98,7 +104,7 @@ def summary(records: list[Record]) -> str:
 
 
 def share_of(records: list[Record], name: str) -> str:
-    count = sum(bool(r.get(name)) for r in records)
+    count = sum(bool(r[name]) for r in records)
     return f"{count} of {len(records)} ({count / max(len(records), 1):.1%})"
 
 
@@ -111,8 +117,7 @@ def tables(records: list[Record]) -> Iterable[str]:
 def row(record: Record) -> str:
     name = record["network"].partition("/")[2]
     count = f"{record['parameters']:,}" if "parameters" in record else ""
-    seconds = f"{record.get('traced_seconds', 0):.1f}, {record['seconds']:.1f}"
-    cells = [name, count, *(cells_of(record) if record["traced"] else ["-"] * 7), seconds]
+    cells = [name, count, *(cells_of(record) if record["traced"] else ["-"] * 7), spent(record)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -124,14 +129,14 @@ def cells_of(record: Record) -> list[str]:
         f"{record['coverage']:.1%}",
         mark(record, "permuted"),
         mark(record, "copies"),
-        apart if record.get("apart") else "**no**",
+        apart if record["apart"] else "**no**",
         grown(record),
         mark(record, "loads"),
     ]
 
 
 def mark(record: Record, name: str) -> str:
-    return "yes" if record.get(name) else "**no**"
+    return "yes" if record[name] else "**no**"
 
 
 def failures(records: list[Record]) -> str:
@@ -144,9 +149,8 @@ def failures_of(record: Record) -> list[str]:
         f"{e['step']}: {e['error']}{' (not of nafi)' * e['foreign']}: {e['text']}"
         for e in record["errors"]
     ]
-    failed = {e["step"] for e in record["errors"]}
-    broken = [n for n in CHECKS[1:] if record["traced"] and not record.get(n) and n not in failed]
-    return found + [f"{name}: differs by {record[f'{name}_gap']:.1g}" for name in broken]
+    gaps = {name: record[f"{name}_gap"] for name in CHECKS if f"{name}_gap" in record}
+    return found + [f"{n}: differs by {gap:.1g}" for n, gap in gaps.items() if not record[n]]
 
 
 def gaps(records: list[Record]) -> str:
