@@ -15,11 +15,16 @@ import resource
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatch
 from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import SIGXCPU
 
+import torch
+from torch import nn
+
+import nafi
 from tests.support import page
 from tests.support.contracts import STEPS, Record, blank, examine, failed
 from tests.support.networks import BY_LABEL, NETWORKS, Network
@@ -49,6 +54,7 @@ def main() -> None:
     todo = [n for n in NETWORKS if fnmatch(n.label, chosen.only)]
     if chosen.resume:
         todo = [n for n in todo if n.label not in known]
+    warm_up(todo)
     with ThreadPoolExecutor(chosen.processes) as pool:
         for done, record in enumerate(pool.map(isolated, todo), start=1):
             known[record["network"]] = record
@@ -57,7 +63,7 @@ def main() -> None:
             print(f"{done:3}/{len(todo)} {page.line(record)}", flush=True)
     records = [known[label] for label in BY_LABEL if label in known]
     chosen.records.write_text("".join(json.dumps(record) + "\n" for record in records))
-    chosen.page.write_text(page.page(records, SECONDS, BYTES >> 30), encoding="utf-8")
+    chosen.page.write_text(rendered(records), encoding="utf-8")
 
 
 def read(path: Path) -> Iterator[Record]:
@@ -65,6 +71,18 @@ def read(path: Path) -> Iterator[Record]:
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)
+
+
+def rendered(records: list[Record]) -> str:
+    return page.page(records, SECONDS, BYTES >> 30)
+
+
+def warm_up(networks: list[Network]) -> None:
+    """Import here what each process would import again: packages, and what tracing needs."""
+    for network in networks:
+        with suppress(Exception):  # told of when the network is examined
+            network.build()
+    nafi.groups(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), (torch.zeros(2, 2),))
 
 
 def isolated(network: Network) -> Record:

@@ -183,7 +183,7 @@ def examine(network: Network) -> Iterator[Record]:
         begun = time.process_time()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            record |= _attempt(step, subject, record)
+            record |= attempt(step, subject, record)
         record["seconds"][step.__name__] = round(time.process_time() - begun, 2)
         if step is traced:
             record["warnings"] = [str(w.message)[:200] for w in said if _is_ours(w)]
@@ -208,7 +208,7 @@ def _is_ours(warning: warnings.WarningMessage) -> bool:
     return warning.category.__module__.startswith("nafi")
 
 
-def _attempt(step: Callable[[Subject], Record], subject: Subject, record: Record) -> Record:
+def attempt(step: Callable[[Subject], Record], subject: Subject, record: Record) -> Record:
     """What a step finds; an error is noted instead."""
     try:
         return step(subject)
