@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import SIGXCPU
@@ -40,6 +41,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--only", default="*", help="networks whose name fits, like 'timm/*'")
     parser.add_argument("--resume", action="store_true", help="leave out those with a record")
     parser.add_argument("--processes", type=int, default=2, choices=(1, 2))
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="for each network")
     parser.add_argument("--packages", help="a folder with packages, searched last")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -55,8 +57,9 @@ def main() -> None:
     if chosen.resume:
         todo = [n for n in todo if n.label not in known]
     warm_up(todo)
+    examined = partial(isolated, seconds=chosen.seconds)
     with ThreadPoolExecutor(chosen.processes) as pool:
-        for done, record in enumerate(pool.map(isolated, todo), start=1):
+        for done, record in enumerate(pool.map(examined, todo), start=1):
             known[record["network"]] = record
             with chosen.records.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -85,18 +88,18 @@ def warm_up(networks: list[Network]) -> None:
     nafi.groups(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), (torch.zeros(2, 2),))
 
 
-def isolated(network: Network) -> Record:
+def isolated(network: Network, seconds: int) -> Record:
     """The record of a network, from a process of its own."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=child, args=(network, sender))
+    process = context.Process(target=child, args=(network, sender, seconds))
     process.start()
     sender.close()
     record = last(receiver, blank(network))
     process.join()
 
     if process.exitcode:
-        causes = {-SIGXCPU: f"more than {SECONDS} s", 1: "does not build or run"}
+        causes = {-SIGXCPU: f"more than {seconds} s", 1: "does not build or run"}
         step = next(s.__name__ for s in STEPS if s.__name__ not in record["seconds"])
         failed(record, step, "Stopped", causes.get(process.exitcode, "out of memory?"))
     return record
@@ -111,10 +114,10 @@ def last(receiver: Connection, record: Record) -> Record:
         return record
 
 
-def child(network: Network, sender: Connection) -> None:
+def child(network: Network, sender: Connection, seconds: int) -> None:
     """Examine within the limits, silently."""
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     logging.disable(logging.ERROR)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

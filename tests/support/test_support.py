@@ -23,7 +23,7 @@ GATE = [
     *FAST,
     "monai/UNet",
     "monai/AttentionUnet",
-    "monai/SegResNet",
+    "monai/HighResNet",
     "monai/DynUNet, deep supervision",
     "monai/UNETR",
     "transformers/BertForSequenceClassification",
@@ -103,7 +103,7 @@ def test_errors_of_nafi_are_told_from_others(kind: type[Exception], foreign: boo
     assert "a reason" in error["text"]
 
 
-def test_a_network_that_ends_its_process_leaves_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_ends_its_process_leaves_a_record() -> None:
     def broken() -> nn.Module:
         raise RuntimeError
 
@@ -111,16 +111,15 @@ def test_a_network_that_ends_its_process_leaves_a_record(monkeypatch: pytest.Mon
         while True:
             pass
 
-    monkeypatch.setattr(matrix, "SECONDS", 1)
     for make, cause in [(os.abort, "memory"), (broken, "does not build"), (busy, "more than 1 s")]:
-        record = matrix.isolated(network(make))
+        record = matrix.isolated(network(make), seconds=1)
         assert record["errors"][0]["step"] == "traced"
         assert cause in record["errors"][0]["text"]
         assert not record["traced"]
 
 
 def test_a_record_comes_back_from_its_process() -> None:
-    record = matrix.isolated(network())
+    record = matrix.isolated(network(), seconds=60)
     assert record["traced"]
     assert record["megabytes"] > 0
 
