@@ -32,10 +32,10 @@ precision, each in a process of its own (at most {seconds} seconds and {gigabyte
 | seconds | of `nafi.groups`, and of everything together |
 
 Outputs are the same if they differ by less than 1e-5 of the largest (1e-3 for a network that runs
-in single precision only). Two models have to share the neurons of a group whose width cannot change,
-and hidden neurons that are in no group (a layer with one neuron, an order that the code fixes). They
-are averaged, which gives no mean of outputs: "equal" in the column apart says that two equal models
-were kept apart instead. A network that `nafi.groups` refuses has no entries.
+in single precision only). Two models have to share the neurons of a group whose width cannot
+change, and hidden neurons that are in no group (a layer with one neuron, an order that the code
+fixes). They are averaged, which gives no mean of outputs: "equal" in the column apart says that two
+equal models were kept apart instead. A network that `nafi.groups` refuses has no entries.
 """
 
 HEAD = """\
