@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -161,10 +161,9 @@ def loads(subject: Subject) -> Record:
     models = [subject.one, subject.other]
     found = nafi.fuse(models, subject.inputs, spec=subject.spec, sweeps=1)
     grown = sum(found.widths[name] > g.width for name, g in subject.spec.groups.items())
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "fused.safetensors"
-        nafi.save(found, path, example_inputs=subject.inputs)
-        loaded = nafi.load(path, factory=subject.network.build)
+    with TemporaryDirectory() as folder, chdir(folder):  # errors name the file
+        nafi.save(found, "fused.safetensors", example_inputs=subject.inputs)
+        loaded = nafi.load("fused.safetensors", factory=subject.network.build)
     gap = subject.gap(loaded, found.model)
     return {"loads": subject.agrees(gap), "loads_gap": gap, "grown": grown}
 
