@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nafi.fusion import Networks, check_clients, prepare_networks
-from nafi.fusion.merge import fused_network
+from nafi.fusion.merge import finished_network, merged_network
 from nafi.graph import Inputs, ModelSpec, Positions
 
 
@@ -43,4 +43,5 @@ def side_by_side(networks: Networks, shared: Collection[str]) -> nn.Module:
     """One network with the neurons of all models, except that those in `shared` are averaged."""
     placements = apart(networks, shared)
     widths = {name: place.width for name, place in placements[0].items()}
-    return fused_network(networks, placements, widths, restore_norm=False)[0]
+    model = merged_network(networks, placements, widths, restore_norm=False)
+    return finished_network(networks, placements, widths, model)[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Array, check_clients
@@ -34,6 +34,7 @@ def fuse(
     input_moments: Sequence[Mapping[str, Array]] | None = None,
     spec: ModelSpec | None = None,
     names: Sequence[str] | None = None,
+    probe: Any = None,
     validate: Validate | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -64,7 +65,10 @@ def fuse(
     """
     chosen = make_method(method, **options)
     chosen.check_uses(
-        class_counts=class_counts, sample_counts=sample_counts, input_moments=input_moments
+        class_counts=class_counts,
+        sample_counts=sample_counts,
+        input_moments=input_moments,
+        probe=probe,
     )
     clients = check_clients(models, class_counts, sample_counts, names, input_moments)
     check_inputs(example_inputs)
@@ -78,6 +82,8 @@ def fuse(
     report = progress or (lambda step, done, total: None)
     start = time.perf_counter()
     prepared = chosen.prepare(clients, example_inputs, spec)
+    if probe is not None:
+        prepared = replace(prepared, probe=(probe,) if isinstance(probe, Tensor) else probe)
     if validate is None:
         result = chosen.fuse(prepared, report)
     else:

@@ -46,17 +46,21 @@ class Bayesian(MatchingOptions, AligningMethod):
 
     direction: "bottom-up", or "top-down" as in the public PFNM code
     max_width: most neurons of a group: a whole number, a float as a factor of the local width, or
-        either by group name
+        either by group name. With a probe, as many are kept apart as differ, up to this
+    match_by: with a probe, "responses" to it, or "weights" as without one
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the
         share `trim` of them at either end, and neurons of fewer models are not read. 2.0 and 0.2,
         with a max_width of 1.5, are a start
     """
 
-    uses: ClassVar[frozenset[str]] = frozenset({"class_counts", "sample_counts", "input_moments"})
+    uses: ClassVar[frozenset[str]] = frozenset(
+        {"class_counts", "sample_counts", "input_moments", "probe"}
+    )
 
     direction: str = option(one_of(DIRECTIONS), "bottom-up")
     max_width: MaxWidth = option(MAX_WIDTH, None)
+    match_by: str = option(one_of(("responses", "weights")), "responses")
     clip: float | None = option(optional(number(above=0)), None)
     trim: float = option(number(at_least=0, below=0.5), 0.0)
 
@@ -94,7 +98,8 @@ class Bayesian(MatchingOptions, AligningMethod):
         """
         if limits is None:
             limits = width_limits(networks, self.max_width)
-        return Descent(networks, self, limits, moments or {}, matched)
+        match_by = "weights" if networks.probe is None else self.match_by
+        return Descent(networks, self, limits, moments or {}, matched, match_by)
 
 
 @dataclass(frozen=True, kw_only=True)

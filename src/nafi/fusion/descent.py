@@ -17,6 +17,7 @@ from nafi.fusion.features import Moments, NeuronTable, known_share
 from nafi.fusion.heads import comparable
 from nafi.fusion.method import Alignment, Progress
 from nafi.fusion.networks import Networks
+from nafi.fusion.responses import response_table
 from nafi.graph import ModelSpec, Positions
 from nafi.matching import POPULARITY, Index, Matching, match
 from nafi.options import Options, number, one_of, option, optional, whole
@@ -25,6 +26,8 @@ from nafi.options import Options, number, one_of, option, optional, whole
 # grows with the columns, though neurons are no further apart: without this, layers with many inputs
 # would merge everything and those with few nothing.
 PENALTY_COLUMNS = 800
+# How much more evidence a neuron is given, one after the other, until a limit of width is reached.
+FILLING = (10.0, 100.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,7 @@ class Descent:
     """Where the neurons of every client go, as far as groups are matched.
 
     matched: groups that are in the same order in all clients to begin with
+    match_by: "weights", or "responses" on the networks' probe
     """
 
     networks: Networks
@@ -98,6 +102,7 @@ class Descent:
     limits: Mapping[str, int]
     moments: Moments = field(default_factory=dict)
     matched: Collection[str] = ()
+    match_by: str = "weights"
     placements: list[dict[str, Positions]] = field(default_factory=list)
     matchings: dict[str, Matching] = field(default_factory=dict)
 
@@ -140,12 +145,17 @@ class Descent:
         if spec.groups[group].parent is not None:
             self._match_within(group)
         else:
-            table = comparable(self.networks, group, self.placements, self.moments)
+            table = self._table(group)
             matching = self._match(table, self.limits[group], self.options.noise(table))
             self.matchings[group] = matching.without_neurons()
             self._place(group, matching.assignments, matching.width)
         for name in inside:
             self.step(name)
+
+    def _table(self, group: str) -> NeuronTable:
+        """What the neurons of a group are compared by."""
+        table = response_table(self.networks, group) if self.match_by == "responses" else None
+        return table or comparable(self.networks, group, self.placements, self.moments)
 
     def _match(self, table: NeuronTable, limit: int, noise: float) -> Matching:
         """Match in the order of the ranking, and answer in that of the clients."""
@@ -154,12 +164,17 @@ class Descent:
             [table.neurons[s] for s in ranking], [table.weights[s] for s in ranking]
         )
         matching = self.options.match(ranked, limit, noise)
+        if self.match_by == "responses" and limit < sum(map(len, table.neurons)):
+            # A refit makes good use of every neuron that it may have.
+            for factor in FILLING:
+                if matching.width < limit:
+                    matching = self.options.match(ranked, limit, noise * factor)
         by_client = dict(zip(ranking, matching.assignments, strict=True))
         return replace(matching, assignments=tuple(by_client[s] for s in range(len(ranking))))
 
     def _match_within(self, group: str) -> None:
         """Match the neurons within each member of the parent, on one scale for all of them."""
-        table = comparable(self.networks, group, self.placements, self.moments)
+        table = self._table(group)
         unit = self.options.noise(table)
         parent = str(self.networks.spec.groups[group].parent)
         assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in table.neurons]

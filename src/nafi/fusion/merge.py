@@ -15,7 +15,18 @@ from torch import Tensor, nn
 
 from nafi.fusion.networks import Networks
 from nafi.fusion.screen import Screen, as_real
-from nafi.graph import ModelSpec, Placements, holds_numbers, lift, lifted_rows, widened
+from nafi.graph import (
+    ModelSpec,
+    OutputMoments,
+    Placements,
+    claimed_moments,
+    holds_numbers,
+    lift,
+    lift_axes,
+    lifted_rows,
+    measured_moments,
+    widened,
+)
 
 
 def merge_tensors(
@@ -56,18 +67,52 @@ def merge_tensors(
     return merged
 
 
-def fused_network(
+def merged_network(
     networks: Networks,
     placements: Sequence[Placements],
     widths: Mapping[str, int],
     *,
     restore_norm: bool,
     screen: Screen | None = None,
+) -> nn.Module:
+    """The network of what `merge_tensors` gives, its normalisation as it was merged."""
+    merging = networks.merging
+    state = merge_tensors(merging, placements, restore_norm=restore_norm, screen=screen)
+    return merging.build(state, widths)
+
+
+def finished_network(
+    networks: Networks,
+    placements: Sequence[Placements],
+    widths: Mapping[str, int],
+    model: nn.Module,
 ) -> tuple[nn.Module, ModelSpec, ModelSpec]:
-    """The network of what `merge` gives; see `Networks.build`."""
-    averaged = networks.unfolded() if networks.batchnorm.merges_unfolded else networks
-    state = merge_tensors(averaged, placements, restore_norm=restore_norm, screen=screen)
-    return averaged.build(state, widths)
+    """A merged network with its normalisation put back; see `Networks.finish`."""
+    return networks.merging.finish(model, widths, _output_moments(networks, placements, model))
+
+
+def _output_moments(
+    networks: Networks, placements: Sequence[Placements], model: nn.Module
+) -> OutputMoments:
+    """Means and deviations of what the layers make whose normalisation was folded.
+
+    Measured on the probe; without one, the mean over its owners of what a neuron's own shift and
+    gain say they are.
+    """
+    pairs = networks.merging.spec.folded
+    if networks.probe is not None:
+        return measured_moments(model, pairs, networks.probe)
+    claims = [claimed_moments(client, pairs) for client in networks.clients.models]
+    moments = {}
+    for layer, norm in pairs:
+        total, owners = torch.zeros(()), torch.zeros(())
+        for claim, spec, places in zip(claims, networks.specs, placements, strict=True):
+            axes = spec.tensors[f"{layer}.bias".removeprefix(".")].axes
+            total = total + lift_axes(torch.stack(claim[norm]), axes, spec, places)
+            owners = owners + lift_axes(torch.ones_like(claim[norm][0])[None], axes, spec, places)
+        mean, deviation = total / owners.clamp(min=1)
+        moments[norm] = mean, deviation
+    return moments
 
 
 @dataclass

@@ -17,8 +17,9 @@ import numpy as np
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
-from nafi.fusion.merge import fused_network
+from nafi.fusion.merge import finished_network, merged_network
 from nafi.fusion.networks import Networks, prepare_networks
+from nafi.fusion.refit import Refit, refit
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
 from nafi.graph import Inputs, ModelSpec, Normalisation, Placement, Positions, Shares
@@ -108,10 +109,12 @@ class AligningMethod(Method):
         layers, and normalisation is averaged with its neurons: for models from a common start, or
         to `nafi.calibrate` the result on a few inputs
     restore_norm: give merged neurons the mean norm of their members, since averaging shrinks them
+    refit: with a probe, fit every layer of the fused network to what its members compute
     """
 
     batchnorm: str = option(one_of([way.value for way in Normalisation]), "attach")
     restore_norm: bool = option(SWITCH, True)
+    refit: bool = option(SWITCH, True)
 
     @property
     def screen(self) -> Screen:
@@ -127,22 +130,40 @@ class AligningMethod(Method):
         """Where every client's neurons go."""
 
     def fuse(self, prepared: Networks, progress: Progress) -> FusionResult:
+        if prepared.probe is not None:
+            self._check_refit()
+            progress("running the clients on the probe", 0, len(prepared.spec.groups))
         alignment = self.align(prepared, progress)
-        model, spec, architecture = fused_network(
-            prepared,
-            alignment.placements,
-            alignment.widths,
-            restore_norm=self.restore_norm,
-            screen=self.screen,
+        placements, widths = alignment.placements, alignment.widths
+        model = merged_network(
+            prepared, placements, widths, restore_norm=self.restore_norm, screen=self.screen
         )
+        refitted = Refit()
+        if prepared.probe is not None and self.refit:
+            refitted = refit(prepared, placements, model, progress)
+        model, spec, architecture = finished_network(prepared, placements, widths, model)
         return FusionResult(
             model,
-            alignment.widths,
+            widths,
             spec,
             architecture,
             alignment.assignments,
             alignment.matchings,
+            fits=refitted.fits,
+            kept=refitted.kept,
         )
+
+    def _check_refit(self) -> None:
+        """Refuse a refit of what cannot be, or must not be, fitted to the means of all members."""
+        if not self.refit:
+            return
+        if self.batchnorm == Normalisation.AVERAGE:
+            raise InputError(
+                "refit: layers cannot be fitted before a normalisation that is averaged; use "
+                "batchnorm='attach', or refit=False"
+            )
+        if self.screen.trim:
+            raise InputError("refit: it would fit outliers that trim leaves out; give refit=False")
 
 
 def main_places(placement: Placement) -> Index:

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError, SpecError
 from nafi.fusion.clients import Clients
+from nafi.fusion.recording import Recording, record, unlike_rows
 from nafi.fusion.screen import Screen
 from nafi.graph import (
     Inputs,
     ModelSpec,
     Normalisation,
+    OutputMoments,
     estimate_spectral,
     groups,
     holds_numbers,
@@ -46,6 +48,7 @@ class Networks:
     specs, states: of each client, folded; they differ in widths only
     batchnorm: what becomes of normalisation; "average" averages networks as `unfolded` gives them
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
+    probe: inputs without labels, if there are any
     """
 
     clients: Clients
@@ -56,6 +59,7 @@ class Networks:
     states: tuple[Mapping[str, Tensor], ...]
     batchnorm: Normalisation
     learnt: frozenset[str]
+    probe: Inputs | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -119,11 +123,31 @@ class Networks:
         first = self._growing(ties[:half], grown, others)
         return first + self._growing(ties[half:], grown, (*others, *first))
 
+    @cached_property
+    def recordings(self) -> tuple[Recording, ...]:
+        """What each client's network does on the probe."""
+        assert self.probe is not None
+        models = (self._client(s) for s in range(len(self.states)))
+        recordings = tuple(
+            record(model, spec, self.probe) for model, spec in zip(models, self.specs, strict=True)
+        )
+        recordings[0].kept.update(unlike_rows(self.template, self.spec, self.probe))
+        return recordings
+
+    def _client(self, index: int) -> nn.Module:
+        """The network of one client, folded."""
+        return self._filled(self.states[index], self.specs[index].widths)
+
     def local_widths(self, group: str) -> list[int]:
         return [spec.groups[group].width for spec in self.specs]
 
+    @cached_property
+    def merging(self) -> Networks:
+        """What is averaged once the neurons have their places."""
+        return self.unfolded() if self.batchnorm.merges_unfolded else self
+
     def unfolded(self) -> Networks:
-        """What is averaged once the neurons have their places, if normalisation is as well.
+        """What is averaged if normalisation is as well.
 
         The networks as the clients have them. Models that trained on from a common start keep
         their statistics this way; others need `calibrate` afterwards.
@@ -153,21 +177,30 @@ class Networks:
                         f"{self.spec.widths[name]}; {method} needs equal widths, nafi does not"
                     )
 
-    def build(
-        self, state: Mapping[str, Tensor], widths: Mapping[str, int]
-    ) -> tuple[nn.Module, ModelSpec, ModelSpec]:
-        """The network with these tensors at these widths, in eval mode, and its spec.
+    def build(self, state: Mapping[str, Tensor], widths: Mapping[str, int]) -> nn.Module:
+        """The network with these tensors at these widths, in eval mode, still folded."""
+        model = self._filled(state, widths)
+        estimate_spectral(model)
+        return model
 
+    def finish(
+        self, model: nn.Module, widths: Mapping[str, int], moments: OutputMoments
+    ) -> tuple[nn.Module, ModelSpec, ModelSpec]:
+        """A network of `build` with its normalisation put back, and its spec.
+
+        moments: of what the layers before each normalisation make
         The third is the spec of the clients' architecture at these widths.
         """
+        spec = self.spec.resized(widths)
+        model, spec = self.batchnorm.put_back(model, spec, like=self.original, moments=moments)
+        return model.eval(), spec, self.architecture.resized(widths)
+
+    def _filled(self, state: Mapping[str, Tensor], widths: Mapping[str, int]) -> nn.Module:
         model = rebuild(self.template, self.spec, widths)
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():
                 tensor.copy_(state[self.spec.aliases.get(name, name)])
-        estimate_spectral(model)
-        spec = self.spec.resized(widths)
-        model, spec = self.batchnorm.put_back(model, spec, like=self.original)
-        return model.eval(), spec, self.architecture.resized(widths)
+        return model.eval()
 
 
 def prepare_networks(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from nafi.fusion.statistics import LayerFit
 from nafi.graph import ModelSpec
 from nafi.matching import Index, Matching
 
@@ -30,6 +31,7 @@ class FusionResult:
     matchings: group -> what `nafi.match` returned, without the neurons themselves, which are in the
         model; `group[i]` within member i of a parent, with its owners only
     diagnostics: method, options, seconds and whatever else the method reports
+    fits: weight -> how well it was refitted; kept: weight -> why it was not, with a probe
     """
 
     model: nn.Module
@@ -39,6 +41,8 @@ class FusionResult:
     assignments: Mapping[str, tuple[Index, ...]] = field(default_factory=dict)
     matchings: Mapping[str, Matching] = field(default_factory=dict)
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
+    fits: Mapping[str, LayerFit] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
 
     def owners(self, group: str) -> Index:
         """(J,) how many clients own each fused neuron; (parent's width, J) within a parent."""

@@ -1,11 +1,30 @@
 """Which axes of a network's tensors carry the same neurons; knows nothing of Bayes."""
 
+from nafi.graph.blocks import Block, blocks
 from nafi.graph.check import check_spec
 from nafi.graph.groups import SpecWarning, groups
-from nafi.graph.lift import Placement, Placements, Positions, Shares, lift, lift_block, lifted_rows
+from nafi.graph.lift import (
+    Placement,
+    Placements,
+    Positions,
+    Shares,
+    lift,
+    lift_axes,
+    lift_block,
+    lifted_rows,
+)
 from nafi.graph.neurons import Neurons, Role, Stretch, gather, rows_first, scatter, stretches
-from nafi.graph.normalisation import Normalisation, attach_batchnorm, calibrate, fold_batchnorm
+from nafi.graph.normalisation import (
+    Normalisation,
+    OutputMoments,
+    attach_batchnorm,
+    calibrate,
+    claimed_moments,
+    fold_batchnorm,
+    measured_moments,
+)
 from nafi.graph.permute import permute, permute_state, random_permutations
+from nafi.graph.products import Convolution, Product, sample_rows, watch
 from nafi.graph.rebuild import rebuild, resize_state, tied_widths, width_trouble
 from nafi.graph.rules import Call, Value, rule
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
@@ -24,7 +43,9 @@ from nafi.graph.trace import (
 
 __all__ = [
     "Axis",
+    "Block",
     "Call",
+    "Convolution",
     "Inputs",
     "Kind",
     "Layer",
@@ -32,11 +53,13 @@ __all__ = [
     "NeuronGroup",
     "Neurons",
     "Normalisation",
+    "OutputMoments",
     "Pinned",
     "Place",
     "Placement",
     "Placements",
     "Positions",
+    "Product",
     "Role",
     "Segment",
     "Shares",
@@ -45,9 +68,11 @@ __all__ = [
     "TensorSpec",
     "Value",
     "attach_batchnorm",
+    "blocks",
     "calibrate",
     "check_inputs",
     "check_spec",
+    "claimed_moments",
     "copy_network",
     "estimate_spectral",
     "evaluating",
@@ -57,8 +82,10 @@ __all__ = [
     "groups",
     "holds_numbers",
     "lift",
+    "lift_axes",
     "lift_block",
     "lifted_rows",
+    "measured_moments",
     "named_tensors",
     "permute",
     "permute_state",
@@ -68,11 +95,13 @@ __all__ = [
     "rows_first",
     "rule",
     "run_batches",
+    "sample_rows",
     "scatter",
     "shared_names",
     "stretches",
     "tied_widths",
     "unit_spectral",
+    "watch",
     "widened",
     "width_trouble",
 ]

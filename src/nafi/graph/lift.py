@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nafi.graph.blocks import Block, transform
 from nafi.graph.spec import ModelSpec
-from nafi.graph.tensors import UNIT, Axis, TensorSpec
+from nafi.graph.tensors import UNIT, Axis, Segment, TensorSpec
 
 
 class Placement(Protocol):
@@ -129,6 +129,14 @@ def lifted_rows(name: str, spec: ModelSpec, placements: Placements) -> Tensor:
         meaning = TensorSpec(tuple(axes))
     shape = meaning.shape(spec.widths)
     return _lifted(torch.ones(shape), meaning.axes, (), spec, placements)
+
+
+def lift_axes(
+    tensor: Tensor, axes: Sequence[Axis], spec: ModelSpec, placements: Placements
+) -> Tensor:
+    """(M, ...) rows of what neurons do, with the neurons of every further axis where they go."""
+    rows: Axis = (Segment((len(tensor),)),)
+    return _lifted(tensor, (rows, *axes), (), spec, placements)
 
 
 def _lifted(

@@ -7,7 +7,7 @@ one whose normalisation was put back; `calibrate` changes nothing but running st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -15,10 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nafi.errors import SpecError
+from nafi.errors import InputError, SpecError
 from nafi.graph.spec import ModelSpec
 from nafi.graph.tensors import Kind, TensorSpec
-from nafi.graph.trace import copy_network, evaluating, named_tensors, run_batches, shared_names
+from nafi.graph.trace import (
+    Inputs,
+    copy_network,
+    evaluating,
+    named_tensors,
+    run_batches,
+    shared_names,
+)
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
@@ -27,6 +34,8 @@ _LAYERS += [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
 _FORWARDS = {kind.forward for kind in _LAYERS}
 _ONE_DIMENSIONAL = (nn.Linear, nn.Conv1d, nn.ConvTranspose1d)
 _THREE_DIMENSIONAL = (nn.Conv3d, nn.ConvTranspose3d)
+# Normalisation -> mean and deviation of each channel that it makes.
+OutputMoments = Mapping[str, tuple[Tensor, Tensor]]
 # What the tensors of torch's normalisation are for.
 _KINDS = {
     "weight": Kind.GAIN,
@@ -65,11 +74,14 @@ class Normalisation(StrEnum):
         return self is Normalisation.AVERAGE
 
     def put_back(
-        self, model: nn.Module, spec: ModelSpec, like: nn.Module
+        self, model: nn.Module, spec: ModelSpec, like: nn.Module, moments: OutputMoments
     ) -> tuple[nn.Module, ModelSpec]:
-        """A merged network as it is returned. like: a client's network from before folding."""
+        """A merged network as it is returned; see `attach_batchnorm`.
+
+        like: a client's network from before folding
+        """
         if self is Normalisation.ATTACH and spec.folded:
-            return attach_batchnorm(model, spec, like=like)
+            return attach_batchnorm(model, spec, like=like, moments=moments)
         return model, spec
 
 
@@ -107,13 +119,18 @@ def fold_batchnorm(
 
 
 def attach_batchnorm(
-    model: nn.Module, spec: ModelSpec, like: nn.Module | None = None
+    model: nn.Module,
+    spec: ModelSpec,
+    like: nn.Module | None = None,
+    moments: OutputMoments | None = None,
 ) -> tuple[nn.Module, ModelSpec]:
     """A copy with a normalisation in place of every folded one, so that training can go on.
 
-    Mean 0, variance 1 - eps, scale 1, shift 0: nothing changes in eval mode. Where the layer of the
-    network `like`, from before folding, had no bias, the bias goes into the normalisation, so that
-    the copy has the tensors of that network again.
+    Nothing changes in eval mode. With the moments of what the layers make, nothing much changes in
+    training mode either: mean and variance are those moments, shift and scale undo them. Without,
+    they are 0, 1 - eps, 0 and 1. Where the layer of the network `like`, from before folding, had no
+    bias, the bias goes into the normalisation, so that the copy has the tensors of that network
+    again.
     """
     twin = copy_network(model)
     tensors = dict(spec.tensors)
@@ -130,9 +147,50 @@ def attach_batchnorm(
             layer.register_parameter("bias", None)
             weight = _path(layer_name, "weight")
             tensors[weight] = replace(tensors[weight], bias=None)
+        if moments is not None and norm.affine:
+            _set_moments(norm, *moments[norm_name])
         _replace(twin, twin.get_submodule(norm_name), norm)
     back = replace(spec, batchnorms=(*spec.batchnorms, *spec.folded), folded=())
     return twin, _described(twin, back, tensors)
+
+
+def claimed_moments(model: nn.Module, pairs: Collection[tuple[str, str]]) -> OutputMoments:
+    """What a network's normalisations make of their inputs, by their own shift and gain."""
+    moments = {}
+    for _, name in pairs:
+        norm = model.get_submodule(name)
+        assert isinstance(norm, _BatchNorm)
+        one, zero = torch.ones(norm.num_features), torch.zeros(norm.num_features)
+        moments[name] = (
+            zero if norm.bias is None else norm.bias.detach().cpu().float(),
+            one if norm.weight is None else norm.weight.detach().cpu().float().abs(),
+        )
+    return moments
+
+
+def measured_moments(
+    model: nn.Module, pairs: Collection[tuple[str, str]], inputs: Inputs
+) -> OutputMoments:
+    """Means and deviations of what layers make of some inputs. Cost: one run."""
+    moments: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def watch_layer(layer: nn.Module, norm: str) -> Any:
+        def keep(module: nn.Module, arguments: Any, output: Tensor) -> None:
+            rest = [dim for dim in range(output.ndim) if dim != 1]
+            deviation, mean = torch.std_mean(output.float(), rest, correction=0)
+            moments[norm] = mean, deviation
+
+        return layer.register_forward_hook(keep)
+
+    handles = [watch_layer(model.get_submodule(layer), norm) for layer, norm in pairs]
+    try:
+        if handles:
+            with evaluating(model):
+                model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return moments
 
 
 def calibrate(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
@@ -147,6 +205,11 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     eval mode.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if norms and all(map(_is_identity, norms)):
+        raise InputError(
+            "calibrate: the normalisation of this network was folded and put back as an identity, "
+            "so there are no statistics to measure; fuse with probe=, or with batchnorm='average'"
+        )
     momenta = [norm.momentum for norm in norms]
     try:
         with evaluating(model):  # which puts statistics back as well, whatever happens
@@ -242,6 +305,29 @@ def _norm_after(layer: nn.Module, bias: Tensor, before: nn.Module | None) -> _Ba
     norm.running_var.sub_(norm.eps)
     norm.train(layer.training)
     return norm
+
+
+def _is_identity(norm: _BatchNorm) -> bool:
+    """Whether a normalisation is as `attach_batchnorm` makes it where it knows no moments."""
+    assert norm.running_var is not None
+    unit = torch.ones_like(norm.running_var) - norm.eps
+    return bool(torch.equal(norm.running_var, unit))
+
+
+def _set_moments(norm: _BatchNorm, mean: Tensor, deviation: Tensor) -> None:
+    """Other statistics and the gain and shift that undo them; the function stays as it is.
+
+    mean, deviation: of what comes out. A neuron that never changes is left as it is.
+    """
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    mean, deviation = mean.to(norm.running_mean), deviation.to(norm.running_var)
+    varies = deviation.square() > norm.eps
+    with torch.no_grad():
+        norm.running_mean.add_(torch.where(varies, mean - norm.bias, 0.0))
+        norm.bias.copy_(torch.where(varies, mean, norm.bias))
+        norm.running_var.copy_(torch.where(varies, deviation.square() - norm.eps, norm.running_var))
+        norm.weight.copy_(torch.where(varies, deviation, norm.weight))
 
 
 def _shift_by(norm: _BatchNorm, bias: Tensor) -> None:

@@ -1,0 +1,156 @@
+"""Match, then refit: every layer of a fused network is fitted to what its members compute.
+
+Hides: where layers are, in modules or in functional code; they are fitted while the network runs,
+so each one sees what the fitted layers below it make of the probe.
+Promises: a weight is the posterior mean of METHOD's section 6 about the merged weights, or is kept
+as it was merged, and the reason is given.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from nafi.fusion.networks import Networks
+from nafi.fusion.recording import Recording, rows_of, written_axes
+from nafi.fusion.statistics import LayerFit, LayerStatistics, fit_layer
+from nafi.graph import Placements, Product, lift_axes, named_tensors, watch
+
+# The share of the probe that chooses the ridge.
+HELD_OUT = 0.25
+
+
+@dataclass(frozen=True)
+class Refit:
+    """What a refit did: how well every weight was fitted, and why others were kept."""
+
+    fits: Mapping[str, LayerFit] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+
+def refit(
+    networks: Networks,
+    placements: Sequence[Placements],
+    model: nn.Module,
+    progress: Callable[[str, int, int], None],
+) -> Refit:
+    """Fit the layers of a merged network in place, from the inputs on.
+
+    networks: with a probe; model: merged, its normalisation folded as theirs is
+
+    Cost: one run of the network, one more for each weight that is used several times, and for a
+    layer with K inputs and N outputs some K^2 (K + N) for each ridge that is tried. Memory: the
+    recordings, and about six times the largest layer's K^2 numbers of 8 bytes.
+    """
+    fitting = _Fitting(networks, placements, dict(named_tensors(model)), progress)
+    while True:
+        try:
+            watch(model, networks.probe, fitting.visit)
+            return Refit(fitting.fits, fitting.kept)
+        except _RunAgainError:
+            fitting.collected.clear()
+            fitting.spread.clear()
+
+
+class _RunAgainError(Exception):
+    """A weight has changed that was used earlier in the run."""
+
+
+@dataclass
+class _Fitting:
+    networks: Networks
+    placements: Sequence[Placements]
+    state: Mapping[str, Tensor]
+    progress: Callable[[str, int, int], None]
+    fits: dict[str, LayerFit] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    collected: dict[str, list[LayerStatistics]] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def __post_init__(self) -> None:
+        self.kept |= self.reference.kept
+
+    @property
+    def reference(self) -> Recording:
+        return self.networks.recordings[0]
+
+    def visit(self, product: Product) -> None:
+        """Fit the weight that is about to be used, once all of its uses were seen."""
+        name, use = product.name, (product.name, product.call)
+        if name in self.fits or name in self.kept or use not in self.reference.written:
+            return
+        if product.places != self.reference.places[use]:
+            self.kept[name] = "it runs along neurons"
+            return
+        self._collect(product)
+        if product.call + 1 == self.reference.uses[name]:
+            self.progress(f"refitting {name}", len(self.fits), len(self.reference.uses))
+            self._fit(product)
+            if product.call:
+                raise _RunAgainError
+
+    def _collect(self, product: Product) -> None:
+        """Add what this use of a weight leaves unexplained, apart for both parts of the probe."""
+        name, inputs, targets = (
+            product.name,
+            product.inputs(rows_of(product)),
+            self._targets(product),
+        )
+        residual = targets - inputs @ product.weights
+        cut = round(HELD_OUT * inputs.shape[1])  # rows are in the order of the inputs
+        parts = [
+            LayerStatistics.of(inputs[:, where], residual[:, where])
+            for where in (slice(cut, None), slice(cut))
+        ]
+        before = self.collected.get(name)
+        self.collected[name] = (
+            parts if before is None else [a + b for a, b in zip(before, parts, strict=True)]
+        )
+        variance = targets.double().var(dim=1, correction=0).sum()
+        self.spread[name] += float(variance) * inputs.shape[1]
+
+    def _fit(self, product: Product) -> None:
+        name = product.name
+        bias = self.networks.spec.tensors[name].bias
+        rest, held_out = self.collected.pop(name)
+        change, shifts, self.fits[name] = fit_layer(
+            rest, held_out, spread=self.spread[name], with_bias=bias is not None
+        )
+        product.replace((product.weights + change).to(product.weights.dtype))
+        if bias is not None:
+            self._shift(product, self.state[bias], shifts)
+
+    def _shift(self, product: Product, bias: Tensor, shifts: Tensor) -> None:
+        """Add to a bias what the mean of its layer's outputs lacks."""
+        with torch.no_grad():
+            bias.view(-1)[self._index(product).flatten()] += shifts.flatten().to(bias.dtype)
+
+    def _targets(self, product: Product) -> Tensor:
+        """(B, M, N) the mean over its owners of what each neuron writes; zero if it has none."""
+        networks, use = self.networks, (product.name, product.call)
+        meaning = networks.spec.tensors[product.name]
+        kept = [i for i in range(len(meaning.axes)) if i not in meaning.reads]
+        total, owners = torch.zeros(()), torch.zeros(())
+        for s, weights in enumerate(networks.clients.weights_of(meaning)):
+            written, places = networks.recordings[s].written[use], self.placements[s]
+            # A convolution has axes of space after that of its outputs.
+            form = [weights.shape[i] for i in kept][: len(written.axes)]
+            weight = torch.as_tensor(weights.reshape(form), dtype=written.values.dtype)
+            one = torch.ones_like(written.values[:1])
+            lifted, present = (
+                lift_axes(values, written.axes, networks.specs[s], places)
+                for values in (written.values, one)
+            )
+            total, owners = total + weight * lifted, owners + weight * present
+        mean = (total / torch.where(owners > 0, owners, 1.0)).flatten(1)
+        return mean[:, self._index(product)].movedim(0, 1)
+
+    def _index(self, product: Product) -> Tensor:
+        """(B, N) where each output lies along the axes that it is written to."""
+        where = written_axes(product, self.networks.spec)
+        assert where is not None
+        return where[1]

@@ -1,0 +1,113 @@
+"""Neurons as what they do on a probe.
+
+Hides: where the neurons of a group can be watched. Promises: a row for each neuron of each client,
+such that the distance of two rows is that of their responses, whatever their scale and offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nafi.fusion.features import NeuronTable
+from nafi.fusion.heads import comparable_heads
+from nafi.fusion.networks import Networks
+from nafi.fusion.recording import READ, Activity, Recording
+from nafi.graph import Block, ModelSpec, Segment, blocks
+
+# The principal directions of all clients' neurons that are kept.
+DIRECTIONS = 256
+
+
+def response_table(networks: Networks, group: str) -> NeuronTable | None:
+    """What the neurons of a group do, to be matched by; None if they cannot be watched.
+
+    Neurons are watched where layers read them, after their activation function. Those that are
+    silent there, and those that no layer reads, as queries and keys, are watched where layers write
+    them. A group that holds others is compared by what is in it.
+
+    Cost: a product of all clients' neurons with each other over `READ` places.
+    """
+    inside = networks.spec.children(group)
+    if inside:
+        tables = [response_table(networks, name) for name in inside]
+        return comparable_heads(None, [t for t in tables if t]) if all(tables) else None
+    responses = []
+    for recording, spec in zip(networks.recordings, networks.specs, strict=True):
+        seen = _responses(recording, spec, group)
+        if seen is None:
+            return None
+        responses.append(seen)
+    rows = principal_directions([seen.flatten(0, -2) for seen in responses])
+    neurons = [
+        row.reshape(*seen.shape[:-1], -1).numpy() for row, seen in zip(rows, responses, strict=True)
+    ]
+    return NeuronTable(neurons, [np.ones(neurons[0].shape[-1])] * len(neurons))
+
+
+def principal_directions(rows: Sequence[Tensor]) -> list[Tensor]:
+    """(J_s, D) for each client's (J_s, M), in the principal directions of all of them.
+
+    Distances are kept as far as `DIRECTIONS` can.
+    """
+    stacked = torch.cat(list(rows))
+    tall = len(stacked) > stacked.shape[1]
+    _, vectors = torch.linalg.eigh(stacked.T @ stacked if tall else stacked @ stacked.T)
+    directions = vectors if tall else stacked.T @ vectors
+    directions = torch.nn.functional.normalize(directions[:, -DIRECTIONS:], dim=0)
+    return list(torch.split(stacked @ directions, [len(of_client) for of_client in rows]))
+
+
+def _responses(recording: Recording, spec: ModelSpec, group: str) -> Tensor | None:
+    """(J, M) responses of a group's neurons, (parent's width, J, M) within a parent.
+
+    Each is centred and of norm one, in columns of its own if it is silent.
+    """
+    names = spec.tensors_of(group)
+    read = _watched([recording.read.get(name) for name in names], spec, group)
+    written = _watched([recording.written.get((name, 0)) for name in names], spec, group)
+    if read is None or written is None:
+        return read if written is None else written
+    silent = ~read.any(dim=-1, keepdim=True)
+    return torch.cat([read, torch.where(silent, written, 0.0)], dim=-1)
+
+
+def _watched(seen: Sequence[Activity | None], spec: ModelSpec, group: str) -> Tensor | None:
+    parts = [part for activity in seen if activity for part in _parts(activity, spec, group)]
+    if not parts:
+        return None
+    step = -(-sum(part.shape[-1] for part in parts) // READ)
+    return _normalised(torch.cat([part[..., ::step] for part in parts], dim=-1))
+
+
+def _normalised(responses: Tensor) -> Tensor:
+    """Centred and of norm one; a neuron that never changes is zero."""
+    centred = responses.double() - responses.double().mean(dim=-1, keepdim=True)
+    norms = centred.norm(dim=-1, keepdim=True)
+    noise = 1e-6 * responses.abs().amax(dim=-1, keepdim=True) * responses.shape[-1] ** 0.5
+    return torch.where(norms > noise, centred / norms, 0.0)
+
+
+def _parts(seen: Activity, spec: ModelSpec, group: str) -> list[Tensor]:
+    """The stretches of what was seen that are the group's neurons, each in a fixed order."""
+    rows = (Segment((len(seen.values),)),)
+    found = blocks([rows, *seen.axes], spec.widths)
+    return [_by_neuron(seen.values, b, spec, group) for b in found if _is_of(b, spec, group)]
+
+
+def _is_of(block: Block, spec: ModelSpec, group: str) -> bool:
+    """Whether a block is the group's, once, and no other's than its parent's."""
+    names = [factor for factor in block.factors if isinstance(factor, str)]
+    parent = spec.groups[group].parent
+    return sorted(names) == sorted(filter(None, [group, parent]))
+
+
+def _by_neuron(values: Tensor, block: Block, spec: ModelSpec, group: str) -> Tensor:
+    unfolded = block.unfold(values, spec.widths)
+    parent = spec.groups[group].parent
+    names = [name for name in (parent, group) if name is not None]
+    first = unfolded.movedim([block.factors.index(n) for n in names], list(range(len(names))))
+    return first.flatten(len(names))

@@ -1,0 +1,288 @@
+"""Layers fitted to what their members compute, against closed forms and invariances."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nafi
+from nafi.errors import InputError
+from nafi.fusion import FusionWarning, descent
+from nafi.fusion.statistics import RIDGES, LayerStatistics, best_ridge, fit_layer
+from nafi.graph import SpecWarning, groups, permute, random_permutations
+from tests.fusion.networks import gap, outputs, seeded, trained_norms
+from tests.graph import zoo
+
+
+def layer(seed: int, samples: int = 40, blocks: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(blocks, samples, 5, generator=generator, dtype=torch.float64) + 3
+    targets = torch.randn(blocks, samples, 4, generator=generator, dtype=torch.float64)
+    return inputs, targets
+
+
+def test_statistics_of_two_halves_are_those_of_the_whole() -> None:
+    inputs, targets = layer(0)
+    whole = LayerStatistics.of(inputs, targets)
+    halves = LayerStatistics.of(inputs[:, :17], targets[:, :17]) + LayerStatistics.of(
+        inputs[:, 17:], targets[:, 17:]
+    )
+    for name in ("gram", "cross", "sums", "totals", "squares", "count"):
+        assert torch.allclose(getattr(halves, name), getattr(whole, name)), name
+    assert torch.allclose(whole.gram, inputs.mT @ inputs)
+    assert torch.allclose(whole.cross, inputs.mT @ targets)
+
+
+def test_large_means_do_not_hide_small_differences() -> None:
+    inputs, targets = layer(0)
+    shifted = LayerStatistics.of((inputs + 1000).float(), targets.float()).centred()
+    expected = LayerStatistics.of(inputs, targets).centred()
+    assert torch.allclose(shifted.gram, expected.gram, rtol=1e-3, atol=1e-3)
+
+
+def test_a_solution_is_the_posterior_mean() -> None:
+    inputs, targets = layer(1)
+    ridge = 0.3
+    found = LayerStatistics.of(inputs, targets).solve(ridge)
+    assert found is not None
+    for block, h, z in zip(found.numpy(), inputs.numpy(), targets.numpy(), strict=True):
+        t = ridge * np.mean(np.diag(h.T @ h))
+        assert np.allclose(block, np.linalg.solve(h.T @ h + t * np.eye(5), h.T @ z))
+
+
+def test_the_error_is_the_sum_of_squares() -> None:
+    inputs, targets = layer(2)
+    weights = torch.randn(2, 5, 4, dtype=torch.float64)
+    error = LayerStatistics.of(inputs, targets).error(weights)
+    assert error == pytest.approx(float((targets - inputs @ weights).square().sum()))
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 10.0])
+def test_the_ridge_is_the_best_of_the_grid_on_what_was_held_out(noise: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1, 60, 30, generator=generator, dtype=torch.float64)
+    truth = torch.randn(1, 30, 4, generator=generator, dtype=torch.float64)
+    targets = inputs @ truth + noise * torch.randn(
+        1, 60, 4, generator=generator, dtype=torch.float64
+    )
+    fitted, judge = (
+        LayerStatistics.of(inputs[:, w], targets[:, w]) for w in (slice(45), slice(45, 60))
+    )
+    ridge, _ = best_ridge(fitted, judge, fitted + judge)
+    errors = {r: judge.error(fitted.solve(r)) for r in RIDGES}
+    assert ridge == min(errors, key=errors.__getitem__)
+
+
+def test_a_ridge_that_rounding_hides_is_not_taken() -> None:
+    one = torch.ones(1, 20, 3) + 1e-9 * torch.randn(1, 20, 3)
+    statistics = LayerStatistics.of(one, one[:, :, :1])
+    _, solution = best_ridge(statistics, statistics, statistics)
+    assert bool(torch.isfinite(solution).all())
+
+
+def test_a_fit_with_a_bias_makes_the_means_agree() -> None:
+    inputs, residual = layer(3)
+    parts = [LayerStatistics.of(inputs[:, w], residual[:, w]) for w in (slice(10, 40), slice(10))]
+    change, shifts, fit = fit_layer(*parts, spread=1.0, with_bias=True)
+    made = inputs @ change + shifts[:, None]
+    assert torch.allclose(made.mean(1), residual.mean(1))
+    assert fit.after == pytest.approx(float((residual - made).square().sum()))
+    centred = residual - residual.mean(1, keepdim=True)
+    assert fit.before == pytest.approx(float(centred.square().sum()))
+    assert (fit.inputs, fit.samples) == (5, 40)
+
+
+def test_a_linear_network_is_fitted_in_closed_form() -> None:
+    """Without hidden layers, the best fit to the clients' mean output is the clients' mean."""
+    models = [nn.Sequential(nn.Linear(6, 3)) for _ in range(3)]
+    probe = torch.randn(50, 6)
+    result = nafi.fuse(models, (probe[:2],), probe=probe)
+    expected = sum(outputs(model, (probe,))[0] for model in models) / 3
+    assert torch.allclose(outputs(result.model, (probe,))[0], expected, atol=1e-5)
+
+
+def test_a_hidden_layer_is_the_ridge_regression_on_what_lies_below() -> None:
+    """The last layer of a fused MLP against numpy, from the fused hidden units themselves."""
+    models = [seeded(s, 5, 8, 3) for s in range(2)]
+    probe = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    merged, fitted = (
+        nafi.fuse(models, (probe[:2],), probe=probe, max_width=1.0, refit=refit)
+        for refit in (False, True)
+    )
+    with torch.no_grad():
+        hidden = fitted.model.layers[0](probe).relu().double().numpy()
+        clients = [model.layers[-1].weight.T.double() for model in models]
+        below = [model.layers[0](probe).relu().double() for model in models]
+        target = sum((h @ w).numpy() for h, w in zip(below, clients, strict=True)) / 2
+    prior = merged.model.layers[-1].weight.T.detach().double().numpy()
+    centred = hidden - hidden.mean(0)
+    residual = target - hidden @ prior
+    fit = fitted.fits["layers.1.weight"]
+    t = fit.ridge * np.mean(np.diag(centred.T @ centred))
+    change = np.linalg.solve(
+        centred.T @ centred + t * np.eye(8), centred.T @ (residual - residual.mean(0))
+    )
+    found = fitted.model.layers[-1].weight.T.detach().double().numpy()
+    assert np.allclose(found, prior + change, atol=1e-5)
+
+
+def probe_like(inputs: tuple[Tensor, ...], count: int = 24) -> tuple[Tensor, ...]:
+    """Inputs of the same kind: random numbers, or the tokens of the example in other orders."""
+    generator = torch.Generator().manual_seed(3)
+    return tuple(
+        torch.randn(count, *x.shape[1:], generator=generator)
+        if x.is_floating_point()
+        else x.flatten()[torch.randint(x.numel(), (count, *x.shape[1:]), generator=generator)]
+        for x in inputs
+    )
+
+
+FAST = {"mlp_2", "lenet_flatten", "resnet_basic", "vit_sdpa", "lstm", "einsum", "mobilenet"}
+# These weights also make the neurons that they read, or are looked up: they cannot change.
+KEPT = {
+    "tied_autoencoder": {"outer.weight", "inner.weight"},
+    "tied_language_model": {"embedding.weight"},
+    "gpt2_language_model": {"transformer.wte.weight"},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(entry.name, marks=() if entry.name in FAST else pytest.mark.slow)
+        for entry in zoo.OURS + zoo.FOREIGN
+    ],
+)
+def test_permuted_copies_fuse_back_with_a_refit(name: str) -> None:
+    model, inputs = zoo.seeded(name)
+    model = model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpecWarning)
+        warnings.simplefilter("ignore", FusionWarning)
+        spec = groups(model, inputs, check=False)
+        generator = torch.Generator().manual_seed(1)
+        copies = [permute(model, spec, random_permutations(spec, generator)) for _ in range(2)]
+        options = {"prior_ratio": 100.0, "max_width": 1.0}
+        result = nafi.fuse(copies, inputs, spec=spec, probe=probe_like(inputs), **options)
+    assert gap(result.model, model, inputs) < 1e-4
+    for group in spec.groups:
+        assert (result.owners(group) == len(copies)).all(), group
+    assert set(result.kept) == KEPT.get(name, set())
+    assert result.fits or result.kept
+
+
+class Mixer(nn.Module):
+    """A layer along tokens: its rows are channels, which each client has in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.mix = nn.Linear(5, 5)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).relu()
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2).relu()
+        return self.head(x.mean(dim=1))
+
+
+def test_a_layer_along_neurons_is_kept_and_told() -> None:
+    torch.manual_seed(0)
+    models = [Mixer().eval() for _ in range(2)]
+    probe = torch.randn(32, 5, 4)
+    result = nafi.fuse(models, (probe[:2],), probe=probe, max_width=1.0)
+    assert result.kept == {"mix.weight": "it runs along neurons"}
+    assert set(result.fits) == {"embed.weight", "head.weight"}
+
+
+def test_a_refit_explains_more_of_every_layer() -> None:
+    models = [trained_norms(seed) for seed in range(3)]
+    probe = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    result = nafi.fuse(models, (probe[:2],), probe=probe, max_width=1.0)
+    assert set(result.fits) == {"stem.weight", "inner.weight", "back.weight", "head.weight"}
+    for fit in result.fits.values():
+        assert fit.after < fit.before
+
+
+def test_normalisation_is_attached_so_that_training_mode_agrees() -> None:
+    models = [trained_norms(seed) for seed in range(3)]
+    probe = torch.randn(256, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    result = nafi.fuse(models, (probe[:2],), probe=probe, max_width=2.0)
+    with torch.no_grad():
+        evaluated = result.model(probe)
+        trained = result.model.train()(probe)
+    assert torch.allclose(trained, evaluated, atol=1e-3 * float(evaluated.abs().max()))
+
+
+def test_calibration_of_a_refitted_network_changes_little() -> None:
+    models = [trained_norms(seed) for seed in range(3)]
+    probe = torch.randn(256, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    result = nafi.fuse(models, (probe[:2],), probe=probe, max_width=2.0)
+    with torch.no_grad():
+        before = result.model(probe)
+        after = nafi.calibrate(result.model, [probe])(probe)
+    assert torch.allclose(after, before, atol=0.01 * float(before.abs().max()))
+
+
+def test_without_a_probe_normalisation_has_its_members_moments() -> None:
+    """Copies of one client keep its own shift and gain as mean and deviation."""
+    models = [trained_norms(0) for _ in range(2)]
+    x = torch.randn(2, 3, 8, 8)
+    fused = nafi.fuse(models, (x,), max_width=1.0).model
+    claimed = sorted(models[0].norm.weight.abs().tolist())
+    assert sorted(fused.norm.weight.tolist()) == pytest.approx(claimed, rel=1e-5)
+    assert gap(fused, models[0], (x,)) < 1e-4
+
+
+def test_what_cannot_be_refitted_is_refused_before_any_work() -> None:
+    models, x = [seeded(s, 4, 6, 2) for s in range(3)], torch.randn(20, 4)
+    with pytest.raises(InputError, match=r"refit: .*batchnorm='attach'"):
+        nafi.fuse(models, (x,), probe=x, batchnorm="average")
+    with pytest.raises(InputError, match=r"refit: .*trim"):
+        nafi.fuse(models, (x,), probe=x, trim=0.2)
+    with pytest.raises(InputError, match="probe: method fedavg does not use"):
+        nafi.fuse(models, (x,), "fedavg", probe=x)
+
+
+def test_neurons_are_matched_by_what_they_do_not_by_their_scale() -> None:
+    """Units scaled up and read scaled down are the same function: responses see that."""
+    model = seeded(0, 5, 8, 3)
+    other = seeded(0, 5, 8, 3)
+    factors = torch.rand(8, generator=torch.Generator().manual_seed(0)) * 10 + 0.1
+    with torch.no_grad():
+        other.layers[0].weight.mul_(factors[:, None])
+        other.layers[0].bias.mul_(factors)
+        other.layers[1].weight.div_(factors)
+    probe = torch.randn(100, 5, generator=torch.Generator().manual_seed(1))
+    result = nafi.fuse([model, other], (probe[:2],), probe=probe, max_width=1.0, prior_ratio=100.0)
+    one, two = result.assignments["layers.0"]
+    assert (one == two).all()
+
+
+def test_a_silent_neuron_is_known_by_what_it_would_have_said() -> None:
+    model = seeded(0, 5, 8, 3)
+    with torch.no_grad():
+        model.layers[0].bias[:3] -= 100
+    spec = groups(model, (torch.randn(2, 5),))
+    order = {"layers.0": torch.tensor([2, 0, 1, 3, 4, 5, 7, 6])}
+    copy = permute(model, spec, order)
+    probe = torch.randn(100, 5, generator=torch.Generator().manual_seed(1))
+    result = nafi.fuse([model, copy], (probe[:2],), probe=probe, max_width=1.0, prior_ratio=100.0)
+    one, two = result.assignments["layers.0"]
+    assert (one[order["layers.0"].numpy()] == two).all()
+
+
+def test_a_limit_of_width_is_made_use_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [seeded(s, 5, 8, 3) for s in range(3)]
+    probe = torch.randn(100, 5, generator=torch.Generator().manual_seed(1))
+
+    def width() -> int:
+        return nafi.fuse(models, (probe[:2],), probe=probe, max_width=2.0).widths["layers.0"]
+
+    filled = width()
+    monkeypatch.setattr(descent, "FILLING", ())
+    assert width() < filled <= 16
