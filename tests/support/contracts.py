@@ -6,6 +6,7 @@ a record of plain values for every network, whatever happens: a step that fails 
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -188,7 +189,7 @@ def examine(network: Network) -> Iterator[Record]:
             record |= attempt(step, subject, record)
         record["seconds"][step.__name__] = round(time.process_time() - begun, 2)
         if step is traced:
-            record["warnings"] = [str(w.message)[:200] for w in said if _is_ours(w)]
+            record["warnings"] = [short(str(w.message)) for w in said if _is_ours(w)]
         yield record
         if not record["traced"]:
             return
@@ -203,7 +204,13 @@ def blank(network: Network) -> Record:
 
 def failed(record: Record, step: str, error: str, text: str, *, foreign: bool = True) -> None:
     """Add an error to a record."""
-    record["errors"].append({"step": step, "error": error, "text": text[:300], "foreign": foreign})
+    found = {"step": step, "error": error, "text": short(text), "foreign": foreign}
+    record["errors"].append(found)
+
+
+def short(text: str) -> str:
+    """The beginning of a text, and files of it without the folders of this machine."""
+    return re.sub(r"(/[^\s/()]+)+/(?=[^\s/()]+\.py)", "", text)[:300]
 
 
 def _is_ours(warning: warnings.WarningMessage) -> bool:

@@ -103,6 +103,11 @@ def test_errors_of_nafi_are_told_from_others(kind: type[Exception], foreign: boo
     assert "a reason" in error["text"]
 
 
+def test_folders_of_the_machine_stay_out_of_the_records() -> None:
+    text = contracts.short("x / 2 fails (/home/me/lib/torch/nn.py:2), see a/b, 'c.py'")
+    assert text == "x / 2 fails (nn.py:2), see a/b, 'c.py'"
+
+
 def test_a_network_that_ends_its_process_leaves_a_record() -> None:
     def broken() -> nn.Module:
         raise RuntimeError
