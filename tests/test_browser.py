@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from nafi.experiments import report_of
 from nafi.reports import sections, write_page
-from tests.test_reports import runs
+from tests.test_reports import fusion_page, runs
 
 FLAGS = [
     "--headless",
@@ -29,7 +29,7 @@ FLAGS = [
 PROBE = """
 <script>
 addEventListener("load", () => {
-  const seen = [...document.querySelectorAll("table, figure svg")].map(e => {
+  const seen = [...document.querySelectorAll("table, figure svg, .scores svg")].map(e => {
     const box = e.getBoundingClientRect();
     return e.tagName + ":" + (box.width > 40 && box.height > 20);
   });
@@ -48,23 +48,40 @@ def chromium(*arguments: str) -> str:
     return done.stdout
 
 
+def seen_on(page: Path, width: int, height: int) -> list[str]:
+    """What the probe says of a page in a window of this size."""
+    page.write_text(page.read_text().replace("</head>", PROBE + "</head>"))
+    size = f"--window-size={width},{height}"
+    profile = f"--user-data-dir={page.parent / 'profile'}"
+    title = chromium(size, profile, "--dump-dom", page.as_uri()).split("<title>")[1]
+    return title.split("</title>")[0].split()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1200, 390])
+def test_scores_are_visible(tmp_path: Path, width: int) -> None:
+    page = tmp_path / "fused.html"
+    fusion_page(page)
+    seen = seen_on(page, width, 1600)
+    assert seen.count("TABLE:true") == 2
+    assert seen.count("svg:true") == 4 + 3
+    assert seen[-1] == "overflow:false"
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize(("width", "height"), [(1200, 2400), (390, 2400)])
 def test_tables_and_figures_are_visible(tmp_path: Path, width: int, height: int) -> None:
     page = tmp_path / "report.html"
     found = sections(runs(), report_of)
     write_page(page, found)
-    page.write_text(page.read_text().replace("</head>", PROBE + "</head>"))
-    size = f"--window-size={width},{height}"
-    profile = f"--user-data-dir={tmp_path / 'profile'}"
-    title = chromium(size, profile, "--dump-dom", page.as_uri()).split("<title>")[1]
-    seen = title.split("</title>")[0].split()
+    seen = seen_on(page, width, height)
     tables = sum(len(section.tables) for section in found)
     figures = sum(len(section.figures) for section in found)
     assert seen.count("TABLE:true") == tables
     assert seen.count("svg:true") == figures
     assert seen[-1] == "overflow:false"
     shot = tmp_path / "shot.png"
+    size, profile = f"--window-size={width},{height}", f"--user-data-dir={tmp_path / 'profile'}"
     chromium(size, profile, f"--screenshot={shot}", page.as_uri())
     pixels = imread(shot)[..., :3]
     assert pixels.shape[:2] == (height, width)

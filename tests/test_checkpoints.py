@@ -369,6 +369,9 @@ WRONG_MANIFESTS: list[tuple[object, str]] = [
     ({"sample_count": float("nan")}, "sample_count"),
     ({"sample_count": "12"}, "sample_count"),
     ({"inputs": [[2, "float32"]]}, "inputs"),
+    ({"inputs": {"x": [2, "float32"]}}, "inputs"),
+    ({"inputs": {"x": 3}}, "inputs"),
+    ({"inputs": "x"}, "inputs"),
     ({"inputs": [[[2], "float32", 1]]}, "inputs"),
     ({"inputs": [[[2.0], "float32"]]}, "inputs"),
     ({"inputs": [[[True], "float32"]]}, "inputs"),
@@ -410,6 +413,11 @@ def test_a_manifest_comes_back() -> None:
         (torch.Size([2, 3]), torch.float32),
         (torch.Size([]), torch.int64),
     ]
+    named = Manifest(inputs={"x": ([2, 3], "float32"), "quick": True, "mask": None})
+    inputs = Manifest.from_json(named.to_json()).example_inputs()
+    assert isinstance(inputs, dict)
+    assert inputs.pop("x").equal(torch.zeros(2, 3))
+    assert inputs == {"quick": True, "mask": None}
     nothing = Manifest.from_json('{"factory": null, "inputs": null}')
     assert nothing == Manifest()
     assert set(CHECKS) == {field.name for field in fields(Manifest)}

@@ -128,9 +128,9 @@ def write_network(folder: Path) -> None:
         "    class Odd(nn.Module):\n"
         "        def __init__(self):\n"
         "            super().__init__()\n"
-        "            self.one, self.two = nn.Linear(4, 6), nn.Linear(4, 2)\n"
+        "            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 2)\n"
         "        def forward(self, x):\n"
-        "            return self.two(torch.fft.rfft(self.one(x)).real)\n"
+        "            return self.two(torch.renorm(self.one(x), 2, 0, 1.0))\n"
         "    return Odd()\n"
     )
 
@@ -149,13 +149,22 @@ def test_inspect_prints_groups_for_people_and_machines(tmp_path: Path) -> None:
     assert abs(data["coverage"] - (36 + 4 + 432) / (36 + 4 + 432 + 3)) < 1e-9
 
 
+def test_inspect_takes_keyword_arguments_from_the_module(tmp_path: Path) -> None:
+    write_network(tmp_path)
+    with (tmp_path / "networks.py").open("a") as file:
+        file.write("def example_inputs():\n    return {'input': torch.zeros(2, 1, 8, 8)}\n")
+    done = run("inspect", "--model", "networks:lenet", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads(done.stdout)["groups"]) == ["0"]
+
+
 def test_inspect_takes_example_inputs_from_the_module_and_warns_of_gaps(tmp_path: Path) -> None:
     write_network(tmp_path)
     with (tmp_path / "networks.py").open("a") as file:
         file.write("def example_inputs():\n    return (torch.zeros(2, 4),)\n")
     done = run("inspect", "--model", "networks:odd", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("nafi: no rule for fft_rfft")
+    assert done.stderr.startswith("nafi: no rule for renorm")
     assert "one.weight axis 0" in done.stderr
 
 
@@ -223,7 +232,7 @@ def test_methods_lists_the_registry() -> None:
 
 def test_methods_shows_the_options_of_one() -> None:
     table = printed("methods", "nafi")
-    assert "It uses class_counts, input_moments, sample_counts." in table
+    assert "It uses class_counts, input_moments, probe, sample_counts." in table
     assert re.search(r"│ penalty +│ 0\.4 +│ a number of at least 0, or a list", table)
     assert re.search(r"│ trim +│ 0\.0 +│ .*│ see clip", table)
     assert "It has no options." in printed("methods", "fedavg")

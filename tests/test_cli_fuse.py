@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 import nafi
@@ -31,6 +35,27 @@ def other():
 
 def broken():
     raise RuntimeError("no weights here")
+
+def inputs():
+    return torch.load("inputs.pt")
+
+def size(model):
+    return sum(p.numel() for p in model.parameters())
+
+def smallness(model):
+    return -size(model)
+
+def picky(model):
+    raise KeyError("labels")
+
+def silent(model):
+    pass
+
+def pictures():
+    return nn.Sequential(
+        nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(5, 2),
+    )
 """
 
 
@@ -128,6 +153,18 @@ OPTIONS = {
     "twice": {"--penalty": "0.4", "--option": "penalty=0.1"},
     "moments": {"--option": "input_moments=3"},
     "samples": {"--sample-counts": "3,x"},
+    "no probe": {"--probe": "inputs.npz"},
+    "probe shape": {"--probe": "a.safetensors"},
+    "probe foreign": {"--probe": "counts.npy"},
+    "probe folder": {"--probe": "."},
+    "probe function": {"--probe": "networks:broken"},
+    "probe for fedavg": {"--probe": "networks:inputs", "--method": "fedavg"},
+    "score import": {"--validate": "nonsense:size"},
+    "score fails": {"--validate": "networks:picky"},
+    "no score": {"--validate": "networks:silent"},
+    "better than what": {"--require-better": None},
+    "calibrate on what": {"--calibrate": None},
+    "calibrate what": {"--calibrate": None, "--probe": "x:y", "--batchnorm": "fold"},
 }
 
 
@@ -171,7 +208,9 @@ def spoil(folder: Path, what: str) -> list[str]:
             return ["fuse", *files, "--model", "networks:net", "--out", files[0], "--force"]
     if what.startswith("counts"):
         options["--class-counts"] = "counts.json"
-    return ["fuse", *files, *(part for pair in options.items() for part in pair)]
+    if what == "probe foreign":
+        (folder / "counts.npy").write_text("[1, 2]")
+    return ["fuse", *files, *(part for pair in options.items() for part in pair if part)]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +243,18 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("twice", r"penalty is given twice"),
         ("moments", r"method nafi has no option 'input_moments'"),
         ("samples", r"--sample-counts: found '3,x'"),
+        ("no probe", r"probe: inputs\.npz does not exist; expected a \.safetensors or \.npy file"),
+        ("probe shape", r"probe: found 0\.bias, 0\.weight.*expected inputs by the names input"),
+        ("probe foreign", r"probe: counts\.npy cannot be read as an array of numbers"),
+        ("probe folder", r"probe: \. is a folder, but the network takes no images"),
+        ("probe function", r"networks:broken failed: RuntimeError: no weights here"),
+        ("probe for fedavg", r"probe: method fedavg does not use"),
+        ("score import", r"cannot import nonsense"),
+        ("score fails", r"networks:picky failed: KeyError: 'labels'; it is called with a model"),
+        ("no score", r"validate: returned None, expected a number"),
+        ("better than what", r"--require-better needs --validate"),
+        ("calibrate on what", r"--calibrate needs --probe"),
+        ("calibrate what", r"--calibrate: found --batchnorm fold, expected average"),
     ],
 )
 def test_bad_input_is_told_in_a_line_or_two(
@@ -255,3 +306,145 @@ def test_what_the_user_gives_comes_before_what_files_say(folder: Path) -> None:
     both = ["--sample-counts", "1,2", "--class-counts", "counts.json"]
     done = run("fuse", *files, "--out", "h.safetensors", *both, cwd=folder)
     assert (done.returncode, "not both" in done.stderr) == (2, True)
+
+
+def test_scores_are_told_and_drawn(folder: Path) -> None:
+    """By the number of parameters: a client has 185, their ensemble three times as many."""
+    code, out, err = fused(folder, "--validate", "networks:size", "--report", "page.html")
+    assert code == 0, err
+    assert "Worse" not in err
+    for name in FILES:
+        assert re.search(rf"│ {re.escape(name)} +│ +185 │", out), out
+    assert re.search(r"│ ensemble +│ +555 │", out)
+    assert re.search(
+        r"scores \d+: above the best client \(185\), and not above their ensemble", out
+    )
+    text = (folder / "page.html").read_text()
+    page = Page(text)
+    assert page.tags["svg"] == 2 + len(FILES) + 2  # groups; clients, ensemble, fused
+    assert 'class="verdict good"' in text
+    assert page.fetched == []
+
+
+def test_a_result_below_a_client_is_said_and_can_be_refused(folder: Path) -> None:
+    code, out, err = fused(folder, "--validate", "networks:smallness", "--report", "page.html")
+    assert code == 0, err
+    assert re.search(r"Worse than a client: the fused model scores -\d+, a.safetensors alone", out)
+    assert all(word in err for word in ("max_width", "--probe", "match-then-average"))
+    text = (folder / "page.html").read_text()
+    assert 'class="verdict bad"' in text
+    assert "match-then-average" in text
+    before = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+    options = ["--validate", "networks:smallness", "--require-better", "--force", "--json"]
+    code, out, err = fused(folder, *options, "--report", "page.html")
+    assert code == 3
+    assert "nothing is written" in err
+    told = json.loads(out)
+    assert told["checkpoint"] is None
+    assert told["scores"]["better"] is False
+    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == before
+    code, _, err = fused(folder, "--force", "--validate", "networks:size", "--require-better")
+    assert code == 0, err
+
+
+def test_penalties_can_be_chosen_from(folder: Path) -> None:
+    options = ["--option", "penalty=[0.0, 5.0]", "--validate", "networks:size", "--json"]
+    code, out, err = fused(folder, *options)
+    assert code == 0, err
+    widest = nafi.fuse([network(s) for s in range(3)], (torch.zeros(2, 6),), penalty=0.0)
+    assert [row["width"] for row in json.loads(out)["groups"]] == list(widest.widths.values())
+
+
+def test_without_a_measure_nobody_is_told_of_success(folder: Path) -> None:
+    code, out, err = fused(folder, "--report", "page.html")
+    assert code == 0, err
+    for text in (out, (folder / "page.html").read_text()):
+        assert "Nobody has measured whether this model is any good" in text
+        assert "--validate" in text
+        assert "--probe" in text
+    assert 'class="verdict unknown"' in (folder / "page.html").read_text()
+
+
+def test_a_probe_by_file_and_by_function(folder: Path) -> None:
+    inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    save_file({"anything": inputs}, folder / "inputs.safetensors")
+    np.save(folder / "inputs.npy", inputs.numpy())
+    torch.save(inputs, folder / "inputs.pt")
+    models = [network(s) for s in range(3)]
+    direct = nafi.fuse(models, (torch.zeros(2, 6),), probe=inputs, names=FILES)
+    assert set(direct.fits) == {"0.weight", "2.weight", "4.weight"}
+    assert direct.agreement is not None
+    for source in ("inputs.safetensors", "inputs.npy", "networks:inputs"):
+        code, out, err = fused(folder, "--force", "--probe", source, "--json")
+        assert code == 0, err
+        told = json.loads(out)
+        assert told["agreement"] == direct.agreement.to_dict()
+        assert told["verdict"]["tone"] == "unknown"
+        assert told["fits"] == {name: asdict(fit) for name, fit in direct.fits.items()}
+    code, out, err = fused(folder, "--force", "--probe", "inputs.npy", "--report", "page.html")
+    assert code == 0, err
+    assert re.search(r"│ 4\.weight +│", out)
+    for text in (out, (folder / "page.html").read_text()):
+        assert "Nobody has scored this model" in text
+        assert f"{direct.agreement.fused:.0%} of the time" in text
+
+
+@pytest.fixture
+def images(folder: Path) -> Path:
+    """Two networks for pictures of 8 x 8, and a folder of some that are larger."""
+    for s in range(2):
+        torch.manual_seed(s)
+        layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(5, 2))
+        nafi.save(model, folder / f"{s}.safetensors", factory="networks:pictures")
+    (folder / "photos").mkdir()
+    rng = np.random.default_rng(0)
+    for k in range(9):
+        pixels = rng.integers(0, 256, size=(16, 12, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "photos" / f"{k}.png")
+    (folder / "photos" / "notes.txt").write_text("no picture")
+    return folder
+
+
+PICTURES = ["fuse", "0.safetensors", "1.safetensors", "--out", "g.safetensors"]
+PICTURES += ["--input-shape", "3,8,8", "--probe", "photos", "--json"]
+
+
+def test_a_folder_of_images_is_a_probe(images: Path) -> None:
+    done = run(*PICTURES, "--calibrate", cwd=images)
+    assert done.returncode == 0, done.stderr
+    assert "9 images, read as 8 x 8 pixels from 0 to 1" in done.stderr
+    told = json.loads(done.stdout)
+    assert told["agreement"]["inputs"] == 9
+    assert told["options"]["batchnorm"] == "average"
+    pixels = [
+        np.asarray(Image.open(images / "photos" / f"{k}.png").resize((8, 8))) for k in range(9)
+    ]
+    probe = torch.from_numpy(np.stack(pixels)).movedim(-1, 1) / 255
+    state = read(images / "g.safetensors")[0]
+    outputs = nn.functional.conv2d(probe, state["0.weight"], state["0.bias"])
+    measured = outputs.mean(dim=(0, 2, 3))
+    assert torch.allclose(state["1.running_mean"], measured, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", ["other size", "broken", "deep", "empty"])
+def test_images_that_cannot_be_a_probe(
+    images: Path, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photo = images / "photos" / "5.png"
+    match what:
+        case "other size":
+            Image.new("RGB", (12, 12)).save(photo)
+            told = r"5\.png has 12 x 12 pixels, others 12 x 16"
+        case "broken":
+            photo.write_bytes(photo.read_bytes()[:200])
+            told = r"5\.png cannot be read as an image"
+        case "deep":
+            Image.fromarray(np.zeros((16, 12), dtype=np.uint16)).save(photo)
+            told = r"5\.png holds other numbers than eight bits"
+        case _:
+            for file in images.glob("photos/*.png"):
+                file.unlink()
+            told = "photos holds no images"
+    assert re.search(told, complaint(PICTURES, images, monkeypatch, capsys))
+    assert not (images / "g.safetensors").exists()

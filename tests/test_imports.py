@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoints": {"fusion", "graph", "factories", "files", "manifest"},
     "factories": set(),
     "files": set(),
+    "probes": {"checkpoints", "factories", "fusion"},
     "cli": {
         "matching",
         "graph",
@@ -46,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoints",
         "factories",
         "files",
+        "probes",
     },
     "__init__": {"matching", "graph", "fusion", "federated", "checkpoints"},
 }
@@ -60,6 +62,7 @@ RESERVED = {
         "checkpoints",
         "factories",
         "manifest",
+        "probes",
     },
     "flwr": {"federated"},
 }

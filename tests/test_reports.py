@@ -12,7 +12,8 @@ import pytest
 
 from nafi.errors import InputError
 from nafi.experiments import read_records, report_of
-from nafi.reports import score_table, sections, write_markdown, write_page
+from nafi.reports import score_table, sections, write_fusion_page, write_markdown, write_page
+from nafi.reports.fusion import _score_bars
 from nafi.reports.records import Paper, Summary, TextTable, compared_table, markdown, width_table
 from nafi.reports.views import USUAL, VIEWS, Material
 from tests.pages import Page
@@ -337,3 +338,59 @@ def test_markdown_goes_between_the_marks(tmp_path: Path) -> None:
     file.write_text("no marks")
     with pytest.raises(InputError, match="needs the lines"):
         write_markdown(file, sections({"mnist-nets": NETS}, report_of))
+
+
+def scored(clients: list[float | None], ensemble: float | None, fused: float) -> dict[str, Any]:
+    entries = [{"name": f"client <{s}>", "score": score} for s, score in enumerate(clients)]
+    return {"clients": entries, "ensemble": ensemble, "fused": fused}
+
+
+@pytest.mark.parametrize(
+    ("scores", "bars", "best"),
+    [
+        (scored([20.0, 40.0], 30.0, 50.0), [(0, 40), (0, 80), (0, 60), (0, 100)], 80),
+        (scored([-4.0, -2.0], None, -1.0), [(0, 100), (50, 50), (75, 25)], 50),
+        (scored([-1.0, 3.0], None, 1.0), [(0, 25), (25, 75), (25, 25)], 100),
+        (scored([None, 2.0], None, 2.0), [(0, 0), (0, 100), (0, 100)], 100),
+        (scored([0.0, 0.0], None, 0.0), [(0, 0)] * 3, 0),
+    ],
+)
+def test_bars_of_scores_start_at_zero(
+    scores: dict[str, Any], bars: list[tuple[float, float]], best: float
+) -> None:
+    drawn = _score_bars(scores)
+    assert [(bar["start"], bar["size"]) for bar in drawn] == bars
+    assert {bar["best"] for bar in drawn} == {best}
+
+
+FIT = {"ridge": 0.01, "before": 0.5, "after": 0.125, "inputs": 27, "samples": 800}
+
+
+def fusion_page(path: Path) -> str:
+    """A page with all that it can show."""
+    write_fusion_page(
+        path,
+        [{"group": "conv", "local": [4, 4], "width": 6, "shared": [4, 2]}],
+        "2 models fused by nafi",
+        {"seconds": "1.0"},
+        verdict={"tone": "bad", "text": "Worse than a client.", "advice": ("try <width>",)},
+        scores=scored([0.2, 0.5], 0.4, 0.3),
+        agreement={**scored([0.5, 0.75], None, 0.875), "of": "classes", "inputs": 64},
+        fits={"conv.weight": FIT, "head.weight": {**FIT, "before": 3.0}},
+        kept={"position": "no product", "token": "no product", "scale": "nobody reads it"},
+    )
+    return path.read_text()
+
+
+def test_a_page_of_a_fusion_shows_scores_and_refits(tmp_path: Path) -> None:
+    text = fusion_page(tmp_path / "page.html")
+    page = Page(text)
+    assert page.tags["svg"] == 4 + 3 + 1 + 2  # scores, agreement, groups, refitted weights
+    assert page.tags["td"] == 7 + 2 * 7
+    assert page.fetched == []
+    assert '<dt>no product</dt><dd class="names">position, token</dd>' in text
+    assert "client &lt;0&gt;: 0.2" in text
+    assert "<li>try &lt;width&gt;</li>" in text
+    assert '<rect class="before" x="0" y="0" width="50.0"' in text
+    assert '<rect class="after" x="0" y="5" width="12.5"' in text
+    assert '<rect class="before" x="0" y="0" width="100.0"' in text  # as far as there is room

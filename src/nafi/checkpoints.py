@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from nafi.errors import CheckpointError, InputError, SpecError, few, unlike
 from nafi.factories import call_factory, load_factory, resolve_inputs
@@ -27,6 +28,7 @@ from nafi.fusion import FusionResult, FusionWarning
 from nafi.graph import (
     Inputs,
     ModelSpec,
+    arguments,
     check_inputs,
     fold_batchnorm,
     groups,
@@ -34,7 +36,7 @@ from nafi.graph import (
     rebuild,
     shared_names,
 )
-from nafi.manifest import Manifest
+from nafi.manifest import Described, Manifest
 
 _KEY = "nafi"
 # What people call the weights in a file that holds more than weights.
@@ -208,9 +210,11 @@ def _like_weights(inputs: Inputs, model: nn.Module) -> Inputs:
     if len(dtypes) != 1:
         return inputs
     dtype = dtypes.pop()
-    return tuple(
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+    converted: Inputs = pytree.tree_map(
+        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
+        check_inputs(inputs),
     )
+    return converted
 
 
 def restore(
@@ -310,11 +314,19 @@ def _unwrap(state: Mapping[str, Tensor], names: Mapping[str, object]) -> dict[st
     return state
 
 
-def _describe(inputs: Inputs | None) -> list[tuple[list[int], str]] | None:
-    """Shapes and dtypes of example inputs, or None if not all of them are tensors."""
-    if inputs is None or not all(isinstance(value, Tensor) for value in inputs):
+def _describe(inputs: Inputs | None) -> list[Described] | dict[str, Described] | None:
+    """Shapes and dtypes of example inputs, or None if some are neither tensors nor switches."""
+    args, named = arguments(inputs or ())
+    values = (*args, *named.values())
+    if inputs is None or not all(isinstance(v, Tensor | bool | None) for v in values):
         return None
-    return [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in inputs]
+    return {name: _shape(value) for name, value in named.items()} or [_shape(x) for x in args]
+
+
+def _shape(value: Tensor | bool | None) -> Described:
+    if not isinstance(value, Tensor):
+        return value
+    return list(value.shape), str(value.dtype).removeprefix("torch.")
 
 
 def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], Manifest]:

@@ -1,7 +1,7 @@
-"""Networks by name: `package.module:factory`.
+"""Networks, and other things that users write code for, by name: `package.module:factory`.
 
-Hides: importing the user's code. Promises: an `nn.Module` and example inputs, or a one-line error
-that says what failed: the name, the import or the call.
+Hides: importing the user's code. Promises: an `nn.Module` and example inputs, or a function; or a
+one-line error that says what failed: the name, the import or the call.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,10 +21,16 @@ from nafi.errors import InputError
 
 def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
     """Call the factory; also return the function `example_inputs` of its module, if any."""
-    module_name, _, factory_name = name.partition(":")
-    if not module_name or not factory_name or module_name.endswith(".py"):
-        hint = f"; write {module_name[:-3]}:{factory_name}" if module_name.endswith(".py") else ""
-        raise InputError(f"factory: found {name!r}, expected package.module:factory{hint}")
+    factory, module = load_function(name, "factory")
+    return call_factory(factory, name), getattr(module, "example_inputs", None)
+
+
+def load_function(name: str, what: str) -> tuple[Callable[..., Any], ModuleType]:
+    """The function of this name, and its module. what: what errors call it."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name or module_name.endswith(".py"):
+        hint = f"; write {module_name[:-3]}:{function_name}" if module_name.endswith(".py") else ""
+        raise InputError(f"{what}: found {name!r}, expected package.module:{what}{hint}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -33,10 +40,21 @@ def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
             f"cannot import {module_name}: {type(error).__name__}: {error} (searched in "
             "the current folder and the installed packages)"
         ) from error
-    factory = getattr(module, factory_name, None)
-    if not callable(factory):
-        raise InputError(f"{module_name} has no function or class {factory_name!r}")
-    return call_factory(factory, name), getattr(module, "example_inputs", None)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(f"{module_name} has no function or class {function_name!r}")
+    return function, module
+
+
+def call_function(function: Callable[..., Any], name: str, *arguments: object) -> Any:
+    """What a user's function returns, or a one-line error."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        called = "without arguments" if not arguments else "with a model"
+        raise InputError(
+            f"{name} failed: {type(error).__name__}: {error}; it is called {called}"
+        ) from error
 
 
 def call_factory(factory: Callable[[], Any], name: str = "factory") -> nn.Module:
@@ -55,7 +73,7 @@ def call_factory(factory: Callable[[], Any], name: str = "factory") -> nn.Module
 
 def resolve_inputs(
     shapes: Sequence[str], example_inputs: Callable[[], Any] | None, batch: int = 2
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...] | dict[str, Any]:
     """Zeros of these shapes (written without the batch), or what `example_inputs` returns."""
     if shapes:
         return tuple(torch.zeros(batch, *_shape(text)) for text in shapes)
@@ -68,6 +86,8 @@ def resolve_inputs(
         inputs = example_inputs()
     except Exception as error:
         raise InputError(f"example_inputs() failed: {type(error).__name__}: {error}") from error
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
 

@@ -20,6 +20,8 @@ from nafi.version import __version__
 
 # Example inputs are made to check that a network runs; no file may ask for more numbers.
 _MOST_INPUTS = 2**28
+# The sizes of a tensor and the name of its type; or a switch, as in forward(x, use_cache=False).
+Described = tuple[list[int], str] | bool | None
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Manifest:
     spec: the groups of its architecture at these widths, for a network that is not as wide as the
         factory makes it
     folded: whether batch normalisation was folded into the layers
-    inputs: (shape, dtype) of each example input, to check that a rebuilt network runs
+    inputs: (shape, dtype) of each example input, in order or by name, to check that a rebuilt
+        network runs; true, false and null stand for themselves
     class_counts, sample_count: of the data that the model was trained on
     aliases: other name -> stored name of shared tensors, which are stored once
     """
@@ -40,7 +43,7 @@ class Manifest:
     widths: Mapping[str, int] | None = None
     spec: Mapping[str, Any] | None = None
     folded: bool = False
-    inputs: Sequence[tuple[list[int], str]] | None = None
+    inputs: Sequence[Described] | Mapping[str, Described] | None = None
     class_counts: Sequence[float] | None = None
     sample_count: float | None = None
     aliases: Mapping[str, str] | None = None
@@ -69,11 +72,20 @@ class Manifest:
                 raise ValueError(f"{name}: found {_show(value)}, expected {expected}")
         return cls(**values)
 
-    def example_inputs(self) -> tuple[torch.Tensor, ...] | None:
+    def example_inputs(self) -> tuple[Any, ...] | dict[str, Any] | None:
         """Zeros of the shapes that were saved."""
         if self.inputs is None:
             return None
-        return tuple(torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in self.inputs)
+        if isinstance(self.inputs, Mapping):
+            return {name: _zeros(value) for name, value in self.inputs.items()}
+        return tuple(map(_zeros, self.inputs))
+
+
+def _zeros(described: Described) -> torch.Tensor | bool | None:
+    if described is None or isinstance(described, bool):
+        return described
+    shape, kind = described
+    return torch.zeros(shape, dtype=getattr(torch, kind))
 
 
 def _show(value: Any) -> str:
@@ -113,11 +125,11 @@ def _is_object_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_inputs(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and all(map(_is_input, value))
-        and sum(prod(shape) for shape, _ in value) <= _MOST_INPUTS
-    )
+    if not isinstance(value, list | dict):
+        return False
+    inputs = value.values() if isinstance(value, dict) else value
+    tensors = [each for each in inputs if each is not None and not _is_bool(each)]
+    return all(map(_is_input, tensors)) and sum(prod(s) for s, _ in tensors) <= _MOST_INPUTS
 
 
 def _is_input(value: Any) -> bool:

@@ -25,8 +25,8 @@ NAMES = [entry.name for entry in zoo.OURS + zoo.FOREIGN]
 # what makes neurons and give a share of it as what reads them: no single number can be both.
 TIED = {"tied_autoencoder", "tied_language_model"}
 # Some hidden numbers are in no group, so that they are averaged: channels that are cut in two ways,
-# hidden states that the network returns, one slope for all neurons.
-AVERAGED = {"grouped_conv", "dict_outputs", "monai_unet"}
+# hidden states that the network returns, one slope for all neurons, where to look, which expert.
+AVERAGED = {"grouped_conv", "dict_outputs", "monai_unet", "spatial_transformer", "experts"}
 
 
 def outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nafi.errors import InputError, NafiError
 from nafi.fusion import (
     FusionWarning,
     Nafi,
+    Scores,
     align_to_one,
     check_clients,
     make_method,
@@ -165,9 +167,11 @@ def test_an_ensemble_leaves_models_alone() -> None:
 
 def test_scores_that_are_not_numbers_never_win() -> None:
     models = [small(s) for s in range(3)]
-    scores = iter([float("nan"), 0.5, 0.4])
+    alone = [0.1, float("nan"), 0.2, 0.3]  # clients and their ensemble
+    scores = iter([*alone, float("nan"), 0.5, 0.4])
     found = nafi.fuse(models, INPUTS, penalty=[0.0, 0.3, 3.0], validate=lambda _: next(scores))
     assert found.diagnostics["penalty"] == 0.3
+    assert found.scores == Scores((0.1, -inf, 0.2), 0.3, 0.5, ("model 0", "model 1", "model 2"))
     with pytest.raises(InputError, match="every score is NaN"):
         nafi.fuse(models, INPUTS, penalty=[0.0, 1.0], validate=lambda _: float("nan"))
     with pytest.raises(InputError, match="returned None"):

@@ -5,6 +5,7 @@ NAFI_FUZZ_CASES: cases for each of the readers; `make fuzz` runs 10,000.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
@@ -53,6 +55,7 @@ from nafi.federated.messages import (
 from nafi.federated.run import Outcome, Round
 from nafi.federated.strategy import State
 from nafi.graph.spec import ModelSpec
+from nafi.probes import load_probe
 from tests.federated.grids import LocalGrid
 from tests.federated.networks import CLASSES, FEATURES, Small, normed, pictures, population
 from tests.federated.test_simulation import made
@@ -269,6 +272,17 @@ def other_files(data: st.DataObject) -> None:
     read(file_with(data.draw(st.binary(max_size=200))))
 
 
+@cache
+def array_bytes() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.arange(12.0).reshape(4, 3))
+    return stream.getvalue()
+
+
+def probes(data: st.DataObject) -> None:
+    load_probe(str(file_with(data.draw(edited_bytes(array_bytes())), ".npy")), ())
+
+
 # Each with whether something is left that can be used, too.
 READERS: dict[Callable[[st.DataObject], None], bool] = {
     update_bytes: True,
@@ -280,6 +294,7 @@ READERS: dict[Callable[[st.DataObject], None], bool] = {
     configurations: True,
     records: True,
     replies: True,
+    probes: True,
     other_files: False,
 }
 

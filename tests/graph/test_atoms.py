@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 
-from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, product, resolve, unify
+from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, pin_axis, product, resolve, unify
 
 WHERE = Pin("test", "test")
 
@@ -54,7 +54,7 @@ def test_three_equal_pieces_viewed_as_one_axis_become_the_same() -> None:
     outer, inner = fresh(3), fresh(4)
     unify(pieces[0] + pieces[1] + pieces[2], product(outer, inner), WHERE)
     assert len(atoms_of([*pieces, inner])) == 1
-    assert not atoms_of([outer])  # cut into single positions: nothing left to permute
+    assert all(atom.pinned for atom in atoms_of([outer]))
 
 
 def test_what_does_not_fit_is_pinned_and_nothing_else() -> None:
@@ -116,3 +116,35 @@ def test_a_concatenation_inside_a_product_is_written_out() -> None:
     assert len(atoms_of([flat])) == 2
     assert all(atom.pinned is None for atom in atoms_of([flat]))
     assert all(atom.pinned is not None for atom in atoms_of([outer]))
+
+
+def test_a_pinned_concatenation_inside_a_product_leaves_the_outside_free() -> None:
+    """The halves of a head that is rotated stay where they are; the heads may change places."""
+    heads, width, flat = fresh(4), fresh(6), fresh(24)
+    unify(flat, product(heads, width), WHERE)
+    halves = fresh(3) + fresh(3)
+    unify(width, halves, WHERE)
+    pin_axis(halves, WHERE)
+    assert sizes(width) == [[3], [3]]
+    assert sizes(flat) == [[4, 6]]
+    assert resolve(heads)[0][0].pinned is None
+    unify(flat, product(fresh(4), fresh(2), fresh(3)), WHERE)  # comes to an end
+    assert resolve(heads)[0][0].pinned is None
+
+
+def test_a_repeated_axis_keeps_the_outside_free() -> None:
+    """[a, a] is 2 x a, wherever the 2 stands: it is not cut into single positions."""
+    heads, two, half = fresh(4), fresh(2), fresh(3)
+    flat = product(heads, two, half)
+    pieces = fresh(3) + fresh(3)
+    unify(product(two, half), pieces, WHERE)
+    assert sizes(flat) == [[4, 2, 3]]
+    assert len(atoms_of([half, pieces])) == 1
+    assert [atom.pinned is None for atom in resolve(flat)[0]] == [True, False, True]
+
+
+def test_single_positions_are_no_misfit() -> None:
+    """Three gates that are taken one by one, as a user wants it: nothing was given up."""
+    gates = fresh(3)
+    unify(gates, fresh(1) + fresh(1) + fresh(1), WHERE)
+    assert all(atom.pinned is not None and atom.pinned.op is None for atom in atoms_of([gates]))

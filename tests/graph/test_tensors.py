@@ -313,14 +313,18 @@ def test_rows_of_a_transposed_convolution_in_groups_are_not_whole() -> None:
 
 @pytest.mark.parametrize("name", list(OLD_SPECS))
 def test_specs_of_version_0_1_0_are_read(name: str) -> None:
-    """All but the layers, which were not known then, and what is read, which is known better."""
+    """All but the layers, which were not known then, what is read and what is rigid, which are
+    known better."""
     _, _, spec = analysed(name)
     old = ModelSpec.from_dict(OLD_SPECS[name])
+    groups = {n: replace(g, rigid=old.groups[n].rigid or g.rigid) for n, g in spec.groups.items()}
+    assert groups == spec.groups
     tensors = {
         n: replace(tensor, layer=None, reads=old.tensors[n].reads)
         for n, tensor in spec.tensors.items()
     }
-    assert old == replace(spec, tensors=tensors)
+    older = {n: replace(g, rigid=spec.groups[n].rigid) for n, g in old.groups.items()}
+    assert replace(old, groups=older) == replace(spec, tensors=tensors)
 
 
 @pytest.mark.parametrize("name", list(OLD_SPECS))
@@ -340,8 +344,10 @@ def test_version_0_1_0_reads_what_is_written(name: str) -> None:
     """It knows no other keys than these, and leaves others out."""
     spec = analysed(name)[2]
     data = json.loads(json.dumps(spec.to_dict()))
-    old = {key: value for key, value in OLD_SPECS[name].items() if key != "consumed"}
+    old = {k: v for k, v in OLD_SPECS[name].items() if k not in ("consumed", "groups")}
     assert {key: data[key] for key in old} == old
+    for group, fields in OLD_SPECS[name]["groups"].items():
+        assert data["groups"][group] == {**fields, "rigid": spec.groups[group].rigid}
     assert {(tensor, axis) for tensor, axis in data["consumed"]} == {
         (tensor, axis) for tensor, meaning in spec.tensors.items() for axis in meaning.reads
     }

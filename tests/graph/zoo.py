@@ -6,7 +6,8 @@ sizes, sequence lengths and the batch size, so that confusing two axes shows up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from nafi.graph import rules
+from nafi.graph.atoms import Pin
+from nafi.graph.rules import calls
 
 BATCH = 2
 
@@ -660,6 +665,176 @@ class DictOutputs(nn.Module):
         return {"logits": self.head(features), "features": features}
 
 
+# ------------------------------------------------------------------- look-ups, places, one by one
+
+
+class GraphNet(nn.Module):
+    """Messages along edges: summed by scattering, averaged by adding, and the largest."""
+
+    def __init__(self, hidden: int = 7, width: int = 6, classes: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, hidden)
+        self.neighbour, self.own = nn.Linear(hidden, width), nn.Linear(hidden, width)
+        self.largest = nn.Linear(width, 9)
+        self.head = nn.Linear(9 + width, classes)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        x = F.relu(self.embed(nodes))
+        sent = self.neighbour(x).index_select(0, source)
+        sums = torch.zeros_like(self.own(x)).index_add(0, target, sent)
+        x = F.relu(self.own(x) + sums)
+        index = target.unsqueeze(-1).expand_as(x[source])
+        y = x.scatter_add(0, index, x[source])
+        sent = self.largest(x)[source]
+        index = target.unsqueeze(-1).expand_as(sent)
+        z = self.largest(x).scatter_reduce(0, index, sent, "amax")
+        return self.head(torch.cat([y, z], dim=1))
+
+
+class BagOfWords(nn.Module):
+    """Means over words, those of one kind left out."""
+
+    def __init__(self, width: int = 8, hidden: int = 7, classes: int = 4) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(23, width)
+        self.words = nn.Embedding(23, hidden)
+        self.mix = nn.Linear(width, hidden)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        kept = (tokens > 3) & (tokens != 7)
+        words = torch.where(kept[..., None], self.words(tokens), 0.0)
+        return self.head(F.logsigmoid(self.mix(self.bag(tokens))) + words.sum(dim=1))
+
+
+class BlockAttention(nn.Module):
+    """Attention over channels and places, from means and maxima (CBAM)."""
+
+    def __init__(self, width: int = 8, hidden: int = 5, classes: int = 6) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3)
+        self.squeeze, self.excite = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.place = nn.Conv2d(3, 1, 3, padding=1)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        pooled = [x.flatten(2).mean(dim=2), x.flatten(2).max(dim=2)[0]]
+        scale = sum(self.excite(F.relu(self.squeeze(p))) for p in pooled)
+        x = x * torch.sigmoid(scale)[:, :, None, None]
+        spread, mean = torch.std_mean(x, dim=1, keepdim=True)
+        summary = torch.cat([spread, mean, x.max(dim=1, keepdim=True).values], dim=1)
+        return self.head((x * torch.sigmoid(self.place(summary))).mean(dim=(2, 3)))
+
+
+class FourierNet(nn.Module):
+    """Filters in the frequency domain, one for each channel, kept as pairs of numbers (GFNet)."""
+
+    def __init__(self, width: int = 7, hidden: int = 9, classes: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 1)
+        self.filter = nn.Parameter(torch.randn(8, 6, width, 2) / 3)
+        self.hidden = nn.Linear(width, hidden)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).permute(0, 2, 3, 1)
+        waves = torch.fft.rfft2(x, dim=(1, 2), norm="ortho")
+        waves = waves * torch.view_as_complex(self.filter)
+        x = torch.fft.irfft2(waves, s=x.shape[1:3], dim=(1, 2), norm="ortho")
+        return self.head(F.relu(self.hidden(x)).mean(dim=(1, 2)))
+
+
+class Prototypes(nn.Module):
+    """Distances and angles to learnt points, and lengths."""
+
+    def __init__(self, hidden: int = 8, width: int = 6, points: int = 5) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(5, hidden)
+        self.embed = nn.Linear(hidden, width)
+        self.points = nn.Parameter(torch.randn(points, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(F.relu(self.hidden(x)))
+        angles = F.cosine_similarity(x[:, None], self.points[None], dim=-1)
+        return angles - torch.cdist(x, self.points) + torch.linalg.norm(x, dim=1, keepdim=True)
+
+
+class TwoTowers(nn.Module):
+    """Two inputs that are compared by a product of what is made of them; weights with scales."""
+
+    def __init__(self, hidden: int = 8, width: int = 6) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, hidden), nn.Linear(7, hidden + 1)
+        self.weight = nn.Parameter(torch.randn(width, hidden) / 3)
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+        self.project = nn.Linear(hidden + 1, width)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one = F.linear(F.relu(self.left(x)), self.weight * self.scale[:, None])
+        return one @ self.project(F.relu(self.right(y))).mT
+
+
+class SpatialTransformer(nn.Module):
+    """Looks at a part of its features that it chooses itself; patches instead of filters."""
+
+    def __init__(self, width: int = 6, hidden: int = 7, patches: int = 5, classes: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3)
+        self.where, self.theta = nn.Linear(width, hidden), nn.Linear(hidden, 6)
+        self.patch = nn.Conv1d(9 * width, 4 * patches, 1)
+        self.head = nn.Linear(patches, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        theta = self.theta(torch.tanh(self.where(x.mean(dim=(2, 3))))).unflatten(1, (2, 3))
+        grid = F.affine_grid(theta, [len(x), 1, 6, 8], align_corners=False)
+        x = F.grid_sample(x, grid, align_corners=False)
+        x = F.fold(F.relu(self.patch(F.unfold(x, 3))), (5, 7), 2)
+        return self.head(x.mean(dim=(2, 3)))
+
+
+class ShuffleNet(nn.Module):
+    """Half of the channels pass, the other half is convolved, and both are interleaved."""
+
+    def __init__(self, half: int = 8, hidden: Sequence[int] = (7, 9), classes: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 2 * half, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(half, n, 1), nn.ReLU(), nn.Conv2d(n, half, 1)) for n in hidden
+        )
+        self.head = nn.Linear(2 * half, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        for block in self.blocks:
+            kept, convolved = x.chunk(2, dim=1)
+            x = torch.cat([kept, block(convolved)], dim=1)
+            x = x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return self.head(x.mean(dim=(2, 3)))
+
+
+class TemporalShift(nn.Module):
+    """Some channels are taken from the step before or after, written part by part (TSM)."""
+
+    def __init__(self, parts: Sequence[int] = (2, 3, 4), classes: int = 4) -> None:
+        super().__init__()
+        self.embed, self.hidden = nn.Linear(5, sum(parts)), nn.Linear(sum(parts), 7)
+        self.head = nn.Linear(7, classes)
+        self.parts = tuple(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.embed(x))
+        before, after, kept = x.split(self.parts, dim=-1)
+        moved = torch.zeros_like(x)
+        one, two = self.parts[0], sum(self.parts[:2])
+        moved[:, :-1, :one] = before[:, 1:]
+        moved[:, 1:, one:two] = after[:, :-1]
+        moved[:, :, two:] = kept
+        return self.head(F.relu(self.hidden(moved)).amax(dim=1))
+
+
 # ---------------------------------------------------------------------- attention and recurrence
 
 
@@ -887,6 +1062,71 @@ class TiedLanguageModel(nn.Module):
         return self.decoder(torch.tanh(self.project(y)))
 
 
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Pairs of numbers, one in each half of a head, turned by an angle for each place."""
+    one, two = x.chunk(2, dim=-1)
+    return x * angles.cos() + torch.cat([-two, one], dim=-1) * angles.sin()
+
+
+class RotaryAttention(nn.Module):
+    """Heads that are fused one by one into a projection, their first halves rotated (GPT-NeoX)."""
+
+    def __init__(self, width: int = 10, heads: int = 3, inner: int = 8, classes: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, width)
+        self.qkv = nn.Linear(width, 3 * heads * inner)
+        self.out = nn.Linear(heads * inner, width)
+        self.head = nn.Linear(width, classes)
+        self.heads = heads
+        self.register_buffer("speeds", torch.tensor([1.0, 0.1]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        heads = self.qkv(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q, k, v = heads.chunk(3, dim=-1)
+        angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * self.speeds
+        angles = torch.cat([angles, angles], dim=-1)
+        q, k = (torch.cat([rotated(t[..., :4], angles), t[..., 4:]], dim=-1) for t in (q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + self.out(mixed.transpose(1, 2).flatten(2))).mean(dim=1)
+
+
+class Experts(nn.Module):
+    """Every token goes through its best expert; scores and products are computed in regions."""
+
+    def __init__(
+        self, width: int = 8, hidden: int = 16, experts: int = 3, classes: int = 4
+    ) -> None:
+        super().__init__()
+        self.embed, self.router = nn.Linear(5, width), nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, hidden) / 3)
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) / 3)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.embed(x))
+        with torch.autocast("cpu", enabled=False):
+            score, expert = self.router(x).softmax(dim=-1).topk(1)
+        hidden = torch.einsum("btc,ech->bteh", x, self.up).relu()
+        made = torch.einsum("bteh,ehc->btec", hidden, self.down)
+        chosen = made.gather(2, expert[..., None].expand(-1, -1, -1, x.shape[-1])).squeeze(2)
+        return self.head((x + score * chosen).mean(dim=1))
+
+
+class ProjectedLSTM(nn.Module):
+    """An LSTM that passes on a projection of its cells."""
+
+    def __init__(self, width: int = 8, hidden: int = 7, passed: int = 5, classes: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, width)
+        self.lstm = nn.LSTM(width, hidden, num_layers=2, batch_first=True, proj_size=passed)
+        self.mix, self.head = nn.Linear(passed + hidden, 6), nn.Linear(6, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, (_, cells) = self.lstm(F.relu(self.embed(x)))
+        return self.head(F.relu(self.mix(torch.cat([y[:, -1], cells[-1]], dim=1))))
+
+
 # ------------------------------------------------------------------------------------- entries
 
 
@@ -908,6 +1148,13 @@ def tokens(vocabulary: int, length: int) -> Callable[[], tuple[Tensor, ...]]:
         return (torch.randint(vocabulary, (BATCH, length), generator=generator),)
 
     return inputs
+
+
+def nodes_and_edges() -> tuple[Tensor, ...]:
+    """A graph of six nodes; one has several neighbours, one none."""
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.tensor([[0, 1, 2, 3, 4, 0, 1], [1, 2, 0, 4, 3, 2, 4]])
+    return torch.randn(6, 5, generator=generator), edges
 
 
 def in_general_position(module: nn.Module) -> nn.Module:
@@ -996,6 +1243,18 @@ OURS: tuple[Entry, ...] = (
     entry("lstm_bidirectional", BidirectionalLSTMClassifier, floats((9, 5))),
     entry("gru", GRUClassifier, tokens(23, 9)),
     entry("tied_language_model", TiedLanguageModel, tokens(23, 9)),
+    entry("graph_net", GraphNet, nodes_and_edges),
+    entry("bag_of_words", BagOfWords, tokens(23, 9)),
+    entry("block_attention", BlockAttention, floats((3, 9, 11))),
+    entry("fourier", FourierNet, floats((3, 8, 10))),
+    entry("prototypes", Prototypes, floats((5,))),
+    entry("two_towers", TwoTowers, floats((5,), (7,))),
+    entry("spatial_transformer", SpatialTransformer, floats((3, 9, 11))),
+    entry("shuffle", ShuffleNet, floats((3, 9, 11)), resizable=False),
+    entry("temporal_shift", TemporalShift, floats((9, 5)), resizable=False),
+    entry("rotary", RotaryAttention, floats((9, 5)), resizable=False),
+    entry("experts", Experts, floats((9, 5))),
+    entry("lstm_projected", ProjectedLSTM, floats((9, 5)), resizable=False),
 )
 
 
@@ -1124,6 +1383,19 @@ FOREIGN: tuple[Entry, ...] = (
     entry("gpt2_language_model", lambda: transformers_gpt2(True), tokens(31, 9), resizable=False),
     entry("transformers_vit", transformers_vit, floats((3, 20, 28)), resizable=False),
 )
+
+
+@contextmanager
+def rules_that_work() -> Iterator[None]:
+    """Within the block, a rule that fails is an error and not only a gap."""
+
+    def unknown(call: rules.Call, why: Pin | None = None) -> list[rules.Value]:
+        assert why is None, why
+        return calls.unknown(call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "unknown", unknown)
+        yield
 
 
 def named(name: str) -> Entry:

@@ -111,10 +111,12 @@ def progress_bar(quiet: bool) -> Iterator[ShowProgress]:
 def _progress_lines() -> ShowProgress:
     """Print what is done, at most every ten seconds: short work prints no lines."""
     start = last = time.monotonic()
-    most = 0
+    most = all_steps = 0
 
     def show(step: str, done: int, total: int) -> None:
-        nonlocal last, most
+        nonlocal last, most, all_steps
+        if total != all_steps:  # other work began, which counts anew
+            most, all_steps = 0, total
         now = time.monotonic()
         if done > most and now - last >= _LINE_EVERY:
             tell(f"{done} of {total} after {(now - start) / 60:.1f} min: {step}")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar
+from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar, tell
 from nafi.errors import InputError, require
 
 if TYPE_CHECKING:
-    from nafi.fusion import FusionResult
+    from nafi.checkpoints import ClientFiles
+    from nafi.fusion import FusionResult, Validate
 
 
 @app.command()
@@ -55,6 +57,36 @@ def fuse(
         str | None,
         typer.Option(help="attach (default) or fold; average, for nafi.calibrate afterwards."),
     ] = None,
+    probe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Some dozens of inputs without labels, to match and refit by: a .safetensors or "
+            ".npy file, a folder of images, or package.module:function.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure averaged normalisation (--batchnorm average) on the probe; no refit.",
+        ),
+    ] = False,
+    validate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FUNCTION",
+            help="package.module:function of a model, the higher the better: scores the "
+            "checkpoints, their ensemble and the result.",
+        ),
+    ] = None,
+    require_better: Annotated[
+        bool,
+        typer.Option(
+            "--require-better",
+            help="Exit with 3 and write nothing if the result scores below a checkpoint.",
+        ),
+    ] = False,
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="nafi, pfnm, rebasin: the order of the models.")
@@ -64,7 +96,7 @@ def fuse(
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
-    from nafi.checkpoints import load_clients, save
+    from nafi.checkpoints import load_clients
     from nafi.files import check_writable, read_json
     from nafi.fusion import fuse as fuse_models
     from nafi.fusion import make_method
@@ -74,18 +106,25 @@ def fuse(
         check_writable(target, force)
     if report is not None:
         require("jinja2")
+    if require_better and validate is None:
+        raise InputError("--require-better needs --validate, which says what is better")
     command_options = {"penalty": penalty, "evidence": evidence, "max_width": max_width}
     command_options |= {"batchnorm": batchnorm, "seed": seed}
+    if calibrate:
+        command_options |= _calibrated(batchnorm, probe)
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
-    chosen.check_one_variant()
+    if validate is None:
+        chosen.check_one_variant()
     if class_counts is not None and sample_counts is not None:
         raise InputError("give --class-counts or --sample-counts, not both")
-    chosen.check_uses(class_counts=class_counts, sample_counts=sample_counts)
+    chosen.check_uses(class_counts=class_counts, sample_counts=sample_counts, probe=probe)
     if method == "ensemble":
         raise InputError("an ensemble is several models, not one; there is nothing to write")
+    scoring = None if validate is None else _scoring(validate)
     with print_warnings():
         files = load_clients(checkpoints, model, input_shape or [])
+        inputs = None if probe is None else _inputs(probe, files)
     # What files know of their data is used where the method can; what the user gives must be.
     known: dict[str, Any] = {
         "class_counts": files.class_counts,
@@ -102,11 +141,51 @@ def fuse(
             files.models,
             files.example_inputs,
             chosen,
+            probe=inputs,
+            validate=scoring,
             names=[str(path) for path in checkpoints],
             progress=progress,
             **used,
         )
-    known |= used
+    if require_better and result.scores is not None and not result.scores.better:
+        _tell(result, None, None, as_json)
+        tell("nothing is written: the result scores below a checkpoint (--require-better)")
+        raise typer.Exit(3)
+    _save(result, out, files, known | used, overwrite=force)
+    if report is not None:
+        _write_page(result, out, report)
+    _tell(result, out, report, as_json)
+
+
+def _calibrated(batchnorm: str | None, probe: str | None) -> dict[str, Any]:
+    """The options of a method whose normalisation is measured on a probe, instead of a refit."""
+    if probe is None:
+        raise InputError("--calibrate needs --probe, the inputs to measure normalisation on")
+    if batchnorm not in (None, "average"):
+        raise InputError(f"--calibrate: found --batchnorm {batchnorm}, expected average or nothing")
+    return {"batchnorm": "average", "refit": False}
+
+
+def _scoring(name: str) -> Validate:
+    """A user's function whose errors are told in a line."""
+    from nafi.factories import call_function, load_function
+
+    function, _ = load_function(name, "validate")
+    return lambda model: call_function(function, name, model)
+
+
+def _inputs(probe: str, files: ClientFiles) -> Any:
+    from nafi.probes import load_probe
+
+    return load_probe(probe, files.example_inputs)
+
+
+def _save(
+    result: FusionResult, out: Path, files: ClientFiles, known: dict[str, Any], overwrite: bool
+) -> None:
+    """Write the fused network, with the sums of what is known of the clients' data."""
+    from nafi.checkpoints import save
+
     counts, samples = known["class_counts"], known["sample_counts"]
     save(
         result,
@@ -117,9 +196,8 @@ def fuse(
         if counts is None
         else [sum(map(float, column)) for column in zip(*counts, strict=True)],
         sample_count=None if samples is None else sum(samples),
-        overwrite=force,
+        overwrite=overwrite,
     )
-    _tell(result, out, report, as_json)
 
 
 def _numbers(text: str) -> list[int]:
@@ -143,27 +221,75 @@ def _check_targets(out: Path, report: Path | None, checkpoints: list[Path]) -> N
             raise InputError(f"{option}: found {path}, expected a name that ends in {suffix}")
 
 
-def _tell(result: FusionResult, out: Path, report: Path | None, as_json: bool) -> None:
-    """Print what was done, and write the page if there is to be one."""
-    from nafi.reports import fusion_table, write_fusion_page
+def _title(result: FusionResult) -> str:
+    return f"{result.diagnostics['models']} models fused by {result.diagnostics['method']}"
 
-    rows, diagnostics = result.summary(), result.diagnostics
-    seconds = diagnostics["seconds"]
-    title = f"{diagnostics['models']} models fused by {diagnostics['method']}"
-    if report is not None:
-        command = "nafi " + shlex.join(sys.argv[1:])
-        facts = {"command": command, "seconds": f"{seconds:.1f}", "checkpoint": str(out)}
-        write_fusion_page(report, rows, title, facts)
+
+def _write_page(result: FusionResult, out: Path, report: Path) -> None:
+    from nafi.fusion import verdict
+    from nafi.reports import write_fusion_page
+
+    facts = {
+        "command": "nafi " + shlex.join(sys.argv[1:]),
+        "seconds": f"{result.diagnostics['seconds']:.1f}",
+        "checkpoint": str(out),
+    }
+    write_fusion_page(
+        report,
+        result.summary(),
+        _title(result),
+        facts,
+        verdict=asdict(verdict(result)),
+        scores=None if result.scores is None else result.scores.to_dict(),
+        agreement=None if result.agreement is None else result.agreement.to_dict(),
+        fits={name: asdict(fit) for name, fit in result.fits.items()},
+        kept=result.kept,
+    )
+
+
+def _tell(result: FusionResult, out: Path | None, report: Path | None, as_json: bool) -> None:
+    """Print what was done and how good it is. out, report: what was written."""
     if as_json:
-        facts = {key: diagnostics[key] for key in ("method", "options", "seconds")}
-        typer.echo(json.dumps({**facts, "groups": rows, "checkpoint": str(out)}))
+        typer.echo(json.dumps(_as_data(result, out)))
         return
+    from nafi.fusion import verdict
+    from nafi.reports import fits_table, fusion_table, judgement_table
+
+    rows, seconds, title = result.summary(), result.diagnostics["seconds"], _title(result)
     console = Console()
     if rows:
         console.print(fusion_table(rows, title))
-    console.print(f'{title} in {seconds:.1f} s: nafi.load("{out}")', soft_wrap=True, markup=False)
+    if result.fits:
+        console.print(fits_table({name: asdict(fit) for name, fit in result.fits.items()}))
+    if result.scores is not None:
+        console.print(judgement_table(result.scores.to_dict()))
+    written = f': nafi.load("{out}")' if out is not None else ""
+    lines = [f"{title} in {seconds:.1f} s{written}"]
     if report is not None:
-        console.print(f"The page is in {report}", soft_wrap=True, markup=False)
+        lines.append(f"The page is in {report}")
+    found = verdict(result)
+    lines.append(found.text)
+    if found.tone == "unknown":  # what to try against a bad result was said in a warning
+        lines += [f"- {advice}" for advice in found.advice]
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _as_data(result: FusionResult, out: Path | None) -> dict[str, Any]:
+    """The same for machines."""
+    from nafi.fusion import verdict
+
+    facts = {key: result.diagnostics[key] for key in ("method", "options", "seconds")}
+    return {
+        **facts,
+        "groups": result.summary(),
+        "checkpoint": None if out is None else str(out),
+        "scores": None if result.scores is None else result.scores.to_dict(),
+        "agreement": None if result.agreement is None else result.agreement.to_dict(),
+        "fits": {name: asdict(fit) for name, fit in result.fits.items()},
+        "kept": dict(result.kept),
+        "verdict": asdict(verdict(result)),
+    }
 
 
 def _method_options(command_options: dict[str, Any], others: list[str]) -> dict[str, Any]:

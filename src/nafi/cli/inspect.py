@@ -32,4 +32,4 @@ def inspect(
     console = Console()
     for table in spec_tables(spec, title=model):
         console.print(table)
-    console.print(f"{coverage:.1%} of all parameters lie in tensors with at least one group")
+    console.print(f"{coverage:.1%} of all parameters lie in tensors with groups and without gaps")

@@ -88,12 +88,11 @@ class Architecture:
     ) -> None:
         """factory: makes the network, with first weights from torch's random numbers.
 
-        example_inputs: the arguments of its forward, as a tuple; only shapes matter
+        example_inputs: the arguments of its forward, a tuple or a dict; only shapes matter
         spec: from `nafi.groups`, if you have it
         """
-        check_inputs(example_inputs)
         self.factory = factory
-        self.example_inputs = tuple(example_inputs)
+        self.example_inputs = check_inputs(example_inputs)
         self._first = self._draw(0)
         known = groups(self._first, self.example_inputs) if spec is None else spec
         self.spec = replace(known, example_inputs=self.example_inputs)

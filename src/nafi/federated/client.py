@@ -47,7 +47,8 @@ class Trainer:
 
     def __call__(self, client: str, task: Task) -> tuple[Update, float]:
         """The client's update, and the mean loss of its last epoch, which stays with it."""
-        if len(self.architecture.example_inputs) != 1:
+        inputs = self.architecture.example_inputs
+        if isinstance(inputs, Mapping) or len(inputs) != 1:
             raise InputError("a Trainer feeds networks of one input; write a function of your own")
         self._check_extras(task)
         samples = self.data(client) if callable(self.data) else self.data[client]

@@ -1,18 +1,20 @@
 """S models in, one model out; uses `matching` and `graph`."""
 
-from nafi.fusion.api import Validate, fuse
+from nafi.fusion.api import fuse
 from nafi.fusion.averaging import FedAvg
 from nafi.fusion.bayesian import Bayesian, Nafi, Pfnm
 from nafi.fusion.clients import check_class_axis, check_clients
 from nafi.fusion.descent import Descent, in_place, next_group
 from nafi.fusion.ensemble import Ensemble
+from nafi.fusion.judge import Validate, Verdict, verdict
 from nafi.fusion.merge import merge_tensors
 from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
 from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
+from nafi.fusion.probe import PROBE_LIMIT, read_probe
 from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
-from nafi.fusion.result import FusionResult
+from nafi.fusion.result import Agreement, FusionResult, Scores
 from nafi.fusion.screen import Screen, as_real
 from nafi.fusion.transport import Transport, align_to_one
 from nafi.fusion.widths import check_max_width, width_limits
@@ -20,6 +22,8 @@ from nafi.graph import calibrate
 
 __all__ = [
     "METHODS",
+    "PROBE_LIMIT",
+    "Agreement",
     "AligningMethod",
     "Alignment",
     "Bayesian",
@@ -34,9 +38,11 @@ __all__ = [
     "Pfnm",
     "Progress",
     "Rebasin",
+    "Scores",
     "Screen",
     "Transport",
     "Validate",
+    "Verdict",
     "align_to_one",
     "as_real",
     "calibrate",
@@ -52,5 +58,7 @@ __all__ = [
     "next_group",
     "option_names",
     "prepare_networks",
+    "read_probe",
+    "verdict",
     "width_limits",
 ]

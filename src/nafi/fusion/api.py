@@ -8,20 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, nn
+from torch import nn
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Array, check_clients
+from nafi.fusion.judge import Validate, agreement, score, score_clients, warn_if_worse
 from nafi.fusion.method import Method, Progress
+from nafi.fusion.probe import read_probe
 from nafi.fusion.registry import make_method
 from nafi.fusion.result import FusionResult
-from nafi.graph import Inputs, ModelSpec, check_inputs
-
-Validate = Callable[[nn.Module], float]
+from nafi.graph import Inputs, ModelSpec, Normalisation, calibrate, call, check_inputs
 
 
 def fuse(
@@ -29,13 +30,13 @@ def fuse(
     example_inputs: Inputs,
     method: str | Method = "nafi",
     *,
+    probe: object = None,
+    validate: Validate | None = None,
     class_counts: npt.ArrayLike | None = None,
     sample_counts: npt.ArrayLike | None = None,
     input_moments: Sequence[Mapping[str, Array]] | None = None,
     spec: ModelSpec | None = None,
     names: Sequence[str] | None = None,
-    probe: Any = None,
-    validate: Validate | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> FusionResult:
@@ -44,18 +45,24 @@ def fuse(
     Args:
         models: S networks; their widths may differ (except for fedavg and rebasin). They are left
             as they are.
-        example_inputs: the arguments of a network's forward, as a tuple; only shapes matter.
+        example_inputs: the arguments of a network's forward: a tuple, or a dict of keyword
+            arguments; only shapes matter.
         method: nafi, pfnm, ot, rebasin, fedavg, ensemble, or the name of a method that another
             package provides; or a `Method` that was made before.
+        probe: some dozens of inputs without labels, such as the network is for: a tensor, a tuple
+            or a dict of the network's arguments, or an iterable of such batches, as a DataLoader;
+            at most 1024 are used. Neurons are then matched by what they do, layers refitted, and
+            `agreement` says how far the result does what the ensemble of the models does.
+        validate: a function of a model, the higher the better, such as its accuracy on data that
+            clients held back. Models, ensemble and result are scored (`scores`), with a warning if
+            the result is worse than a model; where an option lists several values, the best is
+            kept.
         class_counts: (S, K) samples per model and class: the output layer is then averaged by who
             knows which class. Without it, models weigh the same, or by `sample_counts` (S,).
         input_moments: for each model {weight: mean squares of its inputs}, see
             `nafi.input_moments`; inputs that are mostly zero then count for little.
         spec: the groups of the first model, from `nafi.groups`, if you have them.
         names: what errors call the models; progress: called with (next step, done, total).
-        validate: a function of the fused model, the higher the better, such as its accuracy on data
-            that clients held back. Its score is in `diagnostics`; where an option lists several
-            values, the best is kept.
         options: of the method, see `nafi.fusion.Nafi` and the other classes, or `nafi methods`.
 
     What a method does not use, such as counts for ot, rebasin and ensemble, is refused.
@@ -74,20 +81,27 @@ def fuse(
     check_inputs(example_inputs)
     if spec is not None and not isinstance(spec, ModelSpec):
         raise InputError(f"spec: found {type(spec).__name__}, expected a ModelSpec of nafi.groups")
-    for name, function in (("progress", progress), ("validate", validate)):
-        if function is not None and not callable(function):
-            raise InputError(f"{name}: found {function!r}, expected a function")
+    _check_functions(progress=progress, validate=validate)
     if validate is None:
         chosen.check_one_variant()
     report = progress or (lambda step, done, total: None)
     start = time.perf_counter()
+    inputs = None if probe is None else read_probe(probe, clients.models[0], example_inputs)
     prepared = chosen.prepare(clients, example_inputs, spec)
-    if probe is not None:
-        prepared = replace(prepared, probe=(probe,) if isinstance(probe, Tensor) else probe)
+    if inputs is not None:
+        prepared = replace(prepared, probe=inputs)
+    fuse_variant = partial(_fuse, prepared=prepared, probe=inputs, progress=report)
     if validate is None:
-        result = chosen.fuse(prepared, report)
+        result = fuse_variant(chosen)
     else:
-        result = _best(chosen, prepared, validate, report)
+        # Clients first, so that a function that fails does so before the work.
+        alone = score_clients(clients, example_inputs, validate, report)
+        result = _best(chosen, validate, fuse_variant, report)
+        result = replace(result, scores=replace(alone, fused=result.diagnostics["score"]))
+    if inputs is not None:
+        report("comparing with the ensemble", 0, 1)
+        result = replace(result, agreement=agreement(clients, result.model, inputs))
+    warn_if_worse(result)
     diagnostics = {
         "method": chosen.name,
         "models": len(clients),
@@ -97,27 +111,49 @@ def fuse(
     return replace(result, diagnostics={**diagnostics, **result.diagnostics})
 
 
-def _best(method: Method, prepared: Any, validate: Validate, progress: Progress) -> FusionResult:
+def _check_functions(**functions: object) -> None:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise InputError(f"{name}: found {function!r}, expected a function")
+
+
+def _fuse(method: Method, prepared: Any, probe: Inputs | None, progress: Progress) -> FusionResult:
+    """One variant's result; averaged normalisation is measured where there are inputs for it."""
+    result = method.fuse(prepared, progress)
+    if probe is not None and getattr(method, "batchnorm", None) == Normalisation.AVERAGE:
+        calibrate(_Spread(result.model), [(probe,)])
+    return result
+
+
+class _Spread(nn.Module):
+    """A network that takes its arguments in one tuple."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Inputs) -> Any:
+        return call(self.model, inputs)
+
+
+def _best(
+    method: Method,
+    validate: Validate,
+    fuse_variant: Callable[[Method], FusionResult],
+    progress: Progress,
+) -> FusionResult:
     """The result of the variant with the highest score, with the scores of all."""
     best, highest = None, -np.inf
     scores = []
     for variant in method.variants():
-        result = variant.fuse(prepared, progress)
-        score = _score(validate, result.model)
-        entry = {**variant.differences(method), "score": score}
+        result = fuse_variant(variant)
+        progress("scoring the result", 0, 1)
+        found = score(validate, result.model)
+        entry = {**variant.differences(method), "score": found}
         scores.append({**entry, "widths": result.widths})
-        if score > highest:
+        if found > highest:
             diagnostics = {**result.diagnostics, **entry, "scores": scores}
-            best, highest = replace(result, diagnostics=diagnostics), score
+            best, highest = replace(result, diagnostics=diagnostics), found
     if best is None:
         raise InputError("validate: every score is NaN or minus infinity; there is no best")
     return best
-
-
-def _score(validate: Validate, model: nn.Module) -> float:
-    value = validate(model)
-    try:
-        score = float(value)
-    except (TypeError, ValueError):
-        raise InputError(f"validate: returned {value!r}, expected a number") from None
-    return -np.inf if np.isnan(score) else score

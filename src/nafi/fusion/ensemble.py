@@ -17,7 +17,7 @@ from nafi.errors import InputError
 from nafi.fusion.clients import Clients
 from nafi.fusion.method import Method, Progress
 from nafi.fusion.result import FusionResult
-from nafi.graph import Inputs, ModelSpec, copy_network, evaluating, first_line
+from nafi.graph import Inputs, ModelSpec, call, copy_network, evaluating, first_line
 from nafi.options import one_of, option
 
 AVERAGES = ("logits", "probabilities")
@@ -33,8 +33,8 @@ class EnsembleNetwork(nn.Module):
         self.weights = list(weights)
         self.average = average
 
-    def forward(self, *inputs: Any) -> Any:
-        outputs = [pytree.tree_flatten(model(*inputs)) for model in self.models]
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        outputs = [pytree.tree_flatten(model(*inputs, **named)) for model in self.models]
         leaves = [
             self._mean(list(tensors)) for tensors in zip(*(o[0] for o in outputs), strict=True)
         ]
@@ -70,7 +70,7 @@ class Ensemble(Method):
         network = EnsembleNetwork(models, [1 / len(models)] * len(models), self.average).eval()
         try:
             with evaluating(network):
-                network(*example_inputs)
+                call(network, example_inputs)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = first_line(error)
             raise InputError(f"the models cannot be run side by side: {reason}") from None

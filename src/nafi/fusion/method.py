@@ -112,6 +112,8 @@ class AligningMethod(Method):
     refit: with a probe, fit every layer of the fused network to what its members compute
     """
 
+    uses: ClassVar[frozenset[str]] = frozenset({"probe"})
+
     batchnorm: str = option(one_of([way.value for way in Normalisation]), "attach")
     restore_norm: bool = option(SWITCH, True)
     refit: bool = option(SWITCH, True)

@@ -24,6 +24,7 @@ from nafi.graph import (
     ModelSpec,
     Normalisation,
     OutputMoments,
+    check_inputs,
     estimate_spectral,
     groups,
     holds_numbers,
@@ -210,7 +211,7 @@ def prepare_networks(
     first = clients.models[0]
     known = groups(first, example_inputs) if spec is None else spec
     if known.example_inputs is None:
-        known = replace(known, example_inputs=tuple(example_inputs))
+        known = replace(known, example_inputs=check_inputs(example_inputs))
     way = Normalisation(batchnorm)
     folded = [
         way.for_matching(unit_spectral(model), _fitted(model, known, clients, s))

@@ -46,6 +46,7 @@ def refit(
     layer with K inputs and N outputs some K^2 (K + N) for each ridge that is tried. Memory: the
     recordings, and about six times the largest layer's K^2 numbers of 8 bytes.
     """
+    assert networks.probe is not None
     fitting = _Fitting(networks, placements, dict(named_tensors(model)), progress)
     while True:
         try:

@@ -3,6 +3,7 @@
 from nafi.graph.blocks import Block, blocks
 from nafi.graph.check import check_spec
 from nafi.graph.groups import SpecWarning, groups
+from nafi.graph.inputs import Inputs, arguments, call, check_inputs, first_line, run_batches
 from nafi.graph.lift import (
     Placement,
     Placements,
@@ -30,16 +31,7 @@ from nafi.graph.rules import Call, Value, rule
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
 from nafi.graph.spectral import estimate_spectral, unit_spectral
 from nafi.graph.tensors import Axis, Kind, Layer, Segment, TensorSpec
-from nafi.graph.trace import (
-    Inputs,
-    check_inputs,
-    copy_network,
-    evaluating,
-    first_line,
-    named_tensors,
-    run_batches,
-    shared_names,
-)
+from nafi.graph.trace import copy_network, evaluating, named_tensors, shared_names
 
 __all__ = [
     "Axis",
@@ -67,9 +59,11 @@ __all__ = [
     "Stretch",
     "TensorSpec",
     "Value",
+    "arguments",
     "attach_batchnorm",
     "blocks",
     "calibrate",
+    "call",
     "check_inputs",
     "check_spec",
     "claimed_moments",

@@ -26,15 +26,28 @@ class Pin:
     op: str | None = None
 
 
+_UNSAVED = ", which is not saved with the network, tells positions apart"
+
+
+def unsaved(constant: str) -> Pin:
+    """Numbers that are no part of the state dict cannot be permuted, nor what they meet."""
+    return Pin(f"{constant}{_UNSAVED}")
+
+
+def is_unsaved(reason: str) -> bool:
+    return reason.endswith(_UNSAVED)
+
+
 class Atom:
     """A set of interchangeable positions, until something is learnt about it."""
 
-    __slots__ = ("_bound", "_pin", "_root", "size")
+    __slots__ = ("_bound", "_pin", "_root", "_whole", "size")
 
     def __init__(self, size: int, pin: Pin | None = None) -> None:
         self.size = size
         self._root: Atom | None = None
         self._bound: Axis | None = None
+        self._whole: Atom | None = None
         self._pin = pin
 
     def root(self) -> Atom:
@@ -54,6 +67,13 @@ class Atom:
     def bound(self) -> Axis | None:
         """What the atom turned out to be made of, if it did."""
         return self.root()._bound
+
+    def whole(self, pin: Pin) -> Atom:
+        """One pinned atom for a concatenation that is pinned altogether; always the same one."""
+        root = self.root()
+        if root._whole is None:
+            root._whole = Atom(root.size, pin)
+        return root._whole
 
     def pin(self, pin: Pin) -> None:
         """Forbid permuting; the first reason stays."""
@@ -100,7 +120,8 @@ def product(*axes: Axis) -> Axis:
     """The axes flattened into one, the first outermost."""
     result: Axis = [[]]
     for axis in axes:
-        result = _times(result, axis)
+        pin = settled(axis) if len(axis) > 1 and _copies(result) > 1 else None
+        result = _times(result, fixed(size_of(axis), pin) if pin is not None else axis)
     return result
 
 
@@ -110,9 +131,17 @@ def resolve(axis: Axis) -> Axis:
     for segment in axis:
         parts: Axis = [[]]
         for atom in segment:
-            parts = _times(parts, _leaves(atom))
+            leaves = _leaves(atom)
+            pin = settled(leaves) if len(leaves) > 1 and _copies(parts) > 1 else None
+            parts = _times(parts, [[atom.whole(pin)]] if pin is not None else leaves)
         result += parts
     return result
+
+
+def settled(axis: Axis) -> Pin | None:
+    """Why nothing in the axis can be permuted; None if something can."""
+    pins = [atom.pinned for segment in resolve(axis) for atom in segment]
+    return None if None in pins else next(iter(pins), None)
 
 
 def pin_axis(axis: Axis, pin: Pin) -> None:
@@ -129,11 +158,11 @@ def unify(one: Axis, two: Axis, where: Pin) -> None:
     """
     while True:
         a, b = resolve(one), resolve(two)
-        for settled, other in ((a, b), (b, a)):
-            pins = [atom.pinned for segment in settled for atom in segment]
+        for still, other in ((a, b), (b, a)):
+            pins = [atom.pinned for segment in still for atom in segment]
             if None not in pins:
                 # Nothing of it can be permuted, so nothing of the other can.
-                pin_axis(other, next((pin for pin in pins if pin is not None), where))
+                pin_axis(other, next((pin for pin in pins if pin is not None), _SINGLE))
                 return
         if not _unify_once(a, b, where):
             return
@@ -145,8 +174,11 @@ def _unify_once(a: Axis, b: Axis, where: Pin) -> bool:
     while i < len(a) and j < len(b):
         wide_a, wide_b = size_of([a[i]]), size_of([b[j]])
         if wide_a != wide_b:
-            _cut(a[i] if wide_a > wide_b else b[j], min(wide_a, wide_b))
-            return True
+            (wide, at), (narrow, start) = ((a, i), (b, j)) if wide_a > wide_b else ((b, j), (a, i))
+            if not _write_out(wide, at, narrow[start:]):
+                _cut(wide[at], min(wide_a, wide_b))
+                return True
+            continue
         if _unify_segments(a[i], b[j], where):
             return True
         i, j = i + 1, j + 1
@@ -170,6 +202,21 @@ def _unify_segments(a: Segment, b: Segment, where: Pin) -> bool:
     return False
 
 
+def _write_out(axis: Axis, at: int, other: Axis) -> bool:
+    """Replace a product by its copies, if that takes nothing away or if the other axis repeats it.
+
+    Its outermost atom stays in one piece, so that it can also stand within a product.
+    """
+    outer, *rest = axis[at]
+    copies = [size_of([segment]) for segment in other[: outer.size]]
+    repeated = copies == [size_of([rest])] * outer.size
+    if not rest or outer.size > _MOST_COPIES or not (repeated or outer.pinned):
+        return False
+    outer.pin(_REPEATED)
+    axis[at : at + 1] = [rest] * outer.size
+    return True
+
+
 def _cut(segment: Segment, at: int) -> None:
     """Let the outermost atom fall into two concatenated ones, at or before the given position."""
     outer = segment[0]
@@ -185,7 +232,13 @@ def _leaves(atom: Atom) -> Axis:
     return [[]] if atom.size == 1 else [[atom.root()]]
 
 
+_SINGLE = Pin("its positions are told apart one by one")
+_REPEATED = Pin("the same neurons several times over")
 _INTERLEAVED = Pin("a concatenation within each neuron cannot be expressed", "concatenation")
+
+
+def _copies(axis: Axis) -> int:
+    return max(size_of([segment]) for segment in axis)
 
 
 def _times(outer: Axis, inner: Axis) -> Axis:

@@ -6,6 +6,7 @@ change the network's function when its groups are permuted; one that fails names
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,16 +14,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nafi.errors import SpecError
+from nafi.graph.inputs import Inputs, call, check_inputs, first_line, returned_tensors
 from nafi.graph.permute import permute, random_permutations
+from nafi.graph.precision import DoublePrecision
 from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import (
-    Inputs,
-    copy_network,
-    evaluating,
-    first_line,
-    named_tensors,
-    train_paths,
-)
+from nafi.graph.trace import copy_network, evaluating, named_tensors, train_paths
 
 # Relative differences that rounding explains, in double and in single precision.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -85,6 +81,11 @@ def _blame(
 ) -> None:
     """Find the group that changes the output and raise."""
     expected = run(probe, inputs)
+    if difference(run(probe, inputs), expected) > tolerance:
+        raise SpecError(
+            "the network returns something else each time that it runs on the same inputs, so its "
+            "groups cannot be checked; let it draw random numbers from torch, or give check=False"
+        )
     for name, order in orders.items():
         gap = difference(run(permute(probe, spec, {name: order}), inputs), expected)
         if gap > tolerance:
@@ -97,7 +98,7 @@ def _blame(
 
 def probe_of(
     model: nn.Module, example_inputs: Inputs, generator: torch.Generator
-) -> tuple[nn.Module, tuple[Any, ...], torch.dtype]:
+) -> tuple[nn.Module, Inputs, torch.dtype]:
     """A disturbed copy on the CPU, inputs for it, and the precision in which the two run."""
     failure: Exception | None = None
     for dtype in TOLERANCE:
@@ -147,9 +148,7 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def convert_inputs(
-    inputs: Inputs, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Any, ...]:
+def convert_inputs(inputs: Inputs, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     """Inputs on the CPU, floating-point ones in this precision; constant ones become random."""
 
     def convert(leaf: Any) -> Any:
@@ -159,21 +158,37 @@ def convert_inputs(
         if not tensor.is_floating_point():
             return tensor
         tensor = tensor.to(dtype)
-        if tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+        if _is_constant(tensor):
             tensor = tensor + torch.rand(tensor.shape, generator=generator, dtype=dtype)
         return tensor
 
-    return tuple(pytree.tree_map(convert, tuple(inputs)))
+    result: Inputs = pytree.tree_map(convert, check_inputs(inputs))
+    return result
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether all of several values are equal; those of sparse tensors are not looked at."""
+    if tensor.layout is not torch.strided or tensor.numel() < 2:
+        return False
+    return bool((tensor == tensor.flatten()[0]).all())
 
 
 def run(model: nn.Module, inputs: Inputs, *, training: bool = False, seed: int = 0) -> list[Tensor]:
-    """All tensors that the network returns in eval mode, or along the paths of training mode."""
-    with evaluating(model):
+    """All tensors that the network returns in eval mode, or along the paths of training mode.
+
+    A network in double precision computes nothing in less, whatever its code says.
+    """
+    with evaluating(model), _precision_of(model):
         if training:
             train_paths(model)
             torch.manual_seed(seed)
-        result = model(*inputs)
-    return [leaf.clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        return [tensor.clone() for tensor in returned_tensors(call(model, inputs))]
+
+
+def _precision_of(model: nn.Module) -> AbstractContextManager[Any]:
+    tensors = named_tensors(model).values()
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return DoublePrecision() if is_double else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:

@@ -20,12 +20,24 @@ from torch import nn
 
 from nafi.errors import few
 from nafi.graph import atoms
-from nafi.graph.atoms import Atom, Pin, atoms_of, fixed, fresh, pin_axis, resolve
+from nafi.graph.atoms import (
+    Atom,
+    Pin,
+    atoms_of,
+    fixed,
+    fresh,
+    is_unsaved,
+    pin_axis,
+    resolve,
+    unsaved,
+)
 from nafi.graph.check import check_spec
-from nafi.graph.rules import KEEPS_STACKS, Call, Findings, Value, apply
+from nafi.graph.composites import taken_apart
+from nafi.graph.inputs import Inputs, check_inputs
+from nafi.graph.rules import KEEPS_STACKS, RULES, Call, Findings, Value, apply
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, holds_numbers
 from nafi.graph.tensors import Axis, Factor, Kind, Segment, TensorSpec, merge_fixed
-from nafi.graph.trace import Inputs, Op, Trace, named_tensors, trace
+from nafi.graph.trace import Op, Trace, named_tensors, part_of, trace
 
 _FOLDABLE = {"conv1d", "conv2d", "conv3d", "linear"} | {f"conv_transpose{d}d" for d in (1, 2, 3)}
 
@@ -37,11 +49,14 @@ class SpecWarning(UserWarning):
 def groups(model: nn.Module, example_inputs: Inputs, *, check: bool = True) -> ModelSpec:
     """Find which axes of the parameters and buffers carry the same neurons.
 
-    model: any module that torch.export can trace; left unchanged
-    example_inputs: the arguments of its forward, as a tuple; only their shapes matter
+    model: any module that torch can trace; left unchanged
+    example_inputs: the arguments of its forward: a tuple, or a dict of keyword arguments; only
+        their shapes matter, unless values decide what the network does
     check: permute every group at random in float64 and compare the outputs (`check_spec`)
     """
-    spec = analyse(model, example_inputs)
+    traced = trace(model, example_inputs)
+    spec = _spec_of(model, traced, example_inputs)
+    _warn_of_decisions(traced)
     _warn_of_gaps(spec)
     if check:
         check_spec(model, example_inputs, spec)
@@ -50,8 +65,18 @@ def groups(model: nn.Module, example_inputs: Inputs, *, check: bool = True) -> M
 
 def analyse(model: nn.Module, example_inputs: Inputs) -> ModelSpec:
     """What `groups` finds, without warnings and without the self-test."""
-    spec = _Walk(model, trace(model, example_inputs)).spec()
-    return replace(spec, example_inputs=tuple(example_inputs))
+    return _spec_of(model, trace(model, example_inputs), example_inputs)
+
+
+def _spec_of(model: nn.Module, traced: Trace, example_inputs: Inputs) -> ModelSpec:
+    return replace(_Walk(model, traced).spec(), example_inputs=check_inputs(example_inputs))
+
+
+def _warn_of_decisions(traced: Trace) -> None:
+    if traced.decisions:
+        text = f"values decide what the network does in {few(traced.decisions)}: its groups are"
+        text += " those of what it does on the example inputs, and other inputs may go other ways"
+        warnings.warn(text, SpecWarning, stacklevel=3)
 
 
 _UNUSED = "the network does not use it"
@@ -65,11 +90,16 @@ def _warn_of_gaps(spec: ModelSpec) -> None:
         warnings.warn(f"{text} the order of their neurons", SpecWarning, stacklevel=3)
     by_op: dict[str, list[str]] = {}
     for pin in spec.pinned:
-        if pin.op is not None:
+        if pin.op is not None or _keeps_rows(spec, pin):
             by_op.setdefault(pin.reason, []).append(f"{pin.tensor} axis {pin.axis}")
     for reason, places in by_op.items():
         shown = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
         warnings.warn(f"{reason}: left unmatched {shown}", SpecWarning, stacklevel=3)
+
+
+def _keeps_rows(spec: ModelSpec, pin: Pinned) -> bool:
+    """Whether a constant keeps neurons in their order that a tensor makes, not only reads."""
+    return is_unsaved(pin.reason) and pin.axis not in spec.tensors[pin.tensor].reads
 
 
 def _is_learnt(tensor: TensorSpec) -> bool:
@@ -115,6 +145,7 @@ class _Walk:
 
     def __init__(self, model: nn.Module, traced: Trace) -> None:
         self.traced = traced
+        self.ops = {op.node: op for op in traced.ops}
         self.findings = Findings()
         self.names: dict[Atom, str] = {}
         self.values: dict[torch.fx.Node, Any] = {}
@@ -128,15 +159,34 @@ class _Walk:
         for node, name in traced.tensors.items():
             self.values[node] = self.tensors[name]
         for node in traced.inputs:
-            self.values[node] = _fixed_value(node, Pin("model input"), fed=True)
-        for node in traced.constants:
-            self.values[node] = _fixed_value(node, Pin("model input"), fed=False)
+            self.values[node] = _fixed_value(node, Pin("model input"))
+        for node, constant in traced.constants.items():
+            self.values[node] = _constant_value(node, constant)
         for op in traced.ops:
             self._apply(op)
         for node in traced.outputs:
             self._pin_output(self.values.get(node))
 
     def _apply(self, op: Op) -> None:
+        known = op.name in RULES or op.pointwise
+        graph = None if known else taken_apart(op)
+        if graph is None:
+            self._apply_rule(op)
+        else:
+            self._apply_parts(op, graph)
+
+    def _apply_parts(self, op: Op, graph: torch.fx.Graph) -> None:
+        """What an operation without a rule does, as the operations that it consists of."""
+        sources = iter(op.node.all_input_nodes)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self.values.get(next(sources))
+            elif node.op == "call_function":
+                self._apply(part_of(op, node))
+            else:
+                self.values[op.node] = self._lift(node.args[0])
+
+    def _apply_rule(self, op: Op) -> None:
         arguments = {name: self._lift(value) for name, value in op.arguments.items()}
         call = Call(op, arguments, self.findings, self.tensors, self.trained)
         if op.name not in KEEPS_STACKS:
@@ -157,25 +207,44 @@ class _Walk:
     def _lift(self, argument: Any) -> Any:
         """Nodes become values, also within lists."""
         if isinstance(argument, torch.fx.Node):
+            if argument.op == "get_attr" and argument not in self.values:
+                self.values[argument] = _fixed_value(argument, unsaved(argument.name))
             return self.values.get(argument)
         if isinstance(argument, list | tuple):
             return [self._lift(item) for item in argument]
         return argument
 
     def _written(self, node: torch.fx.Node, call: Call) -> None:
-        """Writing into a part of a tensor tells its positions apart, all the way up its views."""
-        ops = {op.node: op for op in self.traced.ops}
-        chain = [node]
-        while chain[-1] in ops and (above := ops[chain[-1]].views) is not None:
-            chain.append(above)
-        # What an in-place operation returns is the whole of what it wrote into.
-        partly = any(not ops[link].writes for link in chain[:-1])
-        for link in chain:
+        """Writing into a view writes into all that it views, which is no constant then."""
+        read = call.values()
+        for link in [node, *self._viewed(node)]:
             value = self.values.get(link)
-            if isinstance(value, Value):
-                value.constant = False
-                for axis in value.axes if partly else []:
-                    call.fix(axis, f"{call.op} writes into a part of it")
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Value):
+                    part.constant = False
+                    part.fed = part.fed or any(other.fed for other in read)
+                    part.parameters |= {name for other in read for name in other.parameters}
+        for link in [node, *self._viewed(node)]:
+            self._tell_apart(link, call)
+
+    def _viewed(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """All nodes whose memory a node shares as a view, the nearest first."""
+        chain: list[torch.fx.Node] = []
+        link: Any = node
+        while link in self.ops:
+            op = self.ops[link]
+            link = op.arguments["self"] if op.name == "getitem" else op.views
+            chain += [link] if link is not None else []
+        return chain
+
+    def _tell_apart(self, view: torch.fx.Node, call: Call) -> None:
+        """One position of what was a constant may now differ; its rule took them for equal."""
+        op = self.ops.get(view)
+        if op is None or op.name not in ("select", "unbind"):
+            return
+        value = self.values.get(op.arguments["self"])
+        if isinstance(value, Value) and value.stack is None:
+            call.fix(value.axes[op.arguments["dim"]])
 
     def _pin_output(self, value: Any) -> None:
         for part in value if isinstance(value, list) else [value]:
@@ -300,7 +369,8 @@ class _Walk:
         """Groups that appear nowhere without another one have an order within each of its members.
 
         Wherever the outer axis is summed out while the inner one stays, all members must agree on
-        one order; such tensors, also those inside an operation, are among the ones looked at.
+        one order; such tensors, also those inside an operation, are among the ones looked at. So
+        must they where the outer group is on two axes, since its members there differ.
         """
         free = set(members)
         tensors = [value.axes for value in self.tensors.values()] + self.findings.reduced
@@ -310,9 +380,10 @@ class _Walk:
         together: dict[Atom, set[Atom]] = {}
         for axes in tensors:
             for block in product(*(resolve(axis) for axis in axes)):
-                present = {atom for segment in block for atom in segment} & free
-                for atom in present:
-                    together[atom] = together.get(atom, present) & present
+                counts = Counter(atom for segment in block for atom in segment if atom in free)
+                once = {atom for atom, count in counts.items() if count == 1}
+                for atom in counts:
+                    together[atom] = together.get(atom, once) & once
         parents: dict[Atom, Atom] = {}
         for atom in members:
             others = [o for o in members if o is not atom and o in together.get(atom, set())]
@@ -386,12 +457,24 @@ class _Walk:
         return tuple(pairs)
 
 
-def _fixed_value(node: torch.fx.Node, pin: Pin, fed: bool) -> Any:
+def _fixed_value(node: torch.fx.Node, pin: Pin) -> Any:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         axes = [fixed(int(n), pin) for n in value.shape]
-        return Value(axes, boolean=value.dtype == torch.bool, fed=fed)
+        return Value(axes, boolean=value.dtype == torch.bool, fed=True)
     return value
+
+
+def _constant_value(node: torch.fx.Node, constant: torch.Tensor) -> Value:
+    """A tensor that is not saved. An axis along which it does not change tells nothing apart."""
+    pin = unsaved(node.name.removeprefix("c_").removeprefix("b_"))
+    first = [constant.narrow(d, 0, min(n, 1)) for d, n in enumerate(constant.shape)]
+    axes = [
+        fresh(n) if slice_.expand_as(constant).equal(constant) else fixed(n, pin)
+        for slice_, n in zip(first, constant.shape, strict=True)
+    ]
+    even = bool(constant.numel()) and bool((constant == constant.flatten()[0]).all())
+    return Value(axes, constant=even, boolean=constant.dtype == torch.bool)
 
 
 def _spec_axis(axis: atoms.Axis, names: dict[Atom, str]) -> Axis:

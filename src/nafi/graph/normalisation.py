@@ -16,16 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, SpecError
+from nafi.graph.inputs import Inputs, call, run_batches
 from nafi.graph.spec import ModelSpec
 from nafi.graph.tensors import Kind, TensorSpec
-from nafi.graph.trace import (
-    Inputs,
-    copy_network,
-    evaluating,
-    named_tensors,
-    run_batches,
-    shared_names,
-)
+from nafi.graph.trace import copy_network, evaluating, named_tensors, shared_names
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
@@ -186,7 +180,7 @@ def measured_moments(
     try:
         if handles:
             with evaluating(model):
-                model(*inputs)
+                call(model, inputs)
     finally:
         for handle in handles:
             handle.remove()

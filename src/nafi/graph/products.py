@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nafi.graph.inputs import Inputs, call
 from nafi.graph.trace import evaluating, named_tensors
 
 _aten = torch.ops.aten
@@ -225,13 +226,13 @@ def sample_rows(places: int, rows: int, seed: int) -> Tensor:
 Visit = Callable[[Product], None]
 
 
-def watch(model: nn.Module, inputs: Any, visit: Visit) -> frozenset[str]:
+def watch(model: nn.Module, inputs: Inputs, visit: Visit) -> frozenset[str]:
     """Run a network in eval mode and visit every product with a parameter just before it is made.
 
     Returns the parameters that are also used in another way: looked up, scaled, or copied.
     """
     with evaluating(model), _plain_kernels(model), _Watch(model, visit) as watching:
-        model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+        call(model, inputs)
     return frozenset(watching.other_uses)
 
 

@@ -22,9 +22,10 @@ from nafi.errors import SpecError
 from nafi.graph.blocks import Block, transform
 from nafi.graph.check import TOLERANCE, converted, difference, probe_of, run
 from nafi.graph.groups import analyse, sized_ops
+from nafi.graph.inputs import Inputs, check_inputs, first_line
 from nafi.graph.spec import ModelSpec
 from nafi.graph.tensors import Segment
-from nafi.graph.trace import Inputs, check_inputs, copy_network, first_line, named_tensors
+from nafi.graph.trace import copy_network, named_tensors
 
 # Says what is wrong with a network, if anything.
 _See = Callable[[], str | None]
@@ -82,8 +83,7 @@ def _inputs_of(spec: ModelSpec, example_inputs: Inputs | None) -> Inputs:
     inputs = spec.example_inputs if example_inputs is None else example_inputs
     if inputs is None:
         raise SpecError("rebuild needs example_inputs to see that the new network runs")
-    check_inputs(inputs)
-    return inputs
+    return check_inputs(inputs)
 
 
 def _rebuilt(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nafi.errors import SpecError
 from nafi.graph.blocks import Block, blocks
+from nafi.graph.inputs import Inputs
 from nafi.graph.tensors import (
     UNIT,
     Axis,
@@ -83,7 +84,7 @@ class ModelSpec:
     batchnorms: tuple[tuple[str, str], ...] = ()
     folded: tuple[tuple[str, str], ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
-    example_inputs: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
+    example_inputs: Inputs | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         tensors = {name: self._with_parents(tensor) for name, tensor in self.tensors.items()}
@@ -267,12 +268,13 @@ class ModelSpec:
         return Segment(merge_fixed(fixed))
 
     def coverage(self, state: Mapping[str, Tensor]) -> float:
-        """The share of all parameters that lie in tensors with at least one group."""
+        """The share of all parameters in tensors with a group, of which nothing was given up."""
         total = covered = 0
+        gaps = {pin.tensor for pin in self.pinned if pin.op is not None}
         for name, tensor in self.tensors.items():
             if holds_numbers(state[name]):
                 total += state[name].numel()
-                covered += state[name].numel() if tensor.groups else 0
+                covered += state[name].numel() if tensor.groups and name not in gaps else 0
         return covered / total if total else 0.0
 
     def check_shapes(self, state: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """A network as a list of operations with named arguments and known shapes.
 
-Hides: torch.export, its placeholders and its habit of leaving default arguments out.
+Hides: how operations are recorded, and torch's habit of leaving default arguments out.
 Promises: every operation in execution order, each argument under its schema name, and for every
 parameter and buffer the tensor of the module that it is.
 """
@@ -8,25 +8,18 @@ parameter and buffer the tensor of the module that it is.
 from __future__ import annotations
 
 import copy
-import logging
 import operator
-import threading
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
 
-from nafi.errors import InputError, SpecError
-
-Inputs = Sequence[Any]
-# torch.export keeps what it is doing in global variables.
-_EXPORTING = threading.Lock()
+from nafi.errors import SpecError
+from nafi.graph.inputs import Inputs, call, check_inputs, first_line, returned_tensors
+from nafi.graph.recording import Recording, exported, followed, line_of, recording_alone
 
 
 @dataclass(frozen=True)
@@ -81,13 +74,7 @@ class Op:
     @property
     def source(self) -> str | None:
         """The line of the user's code that this came from."""
-        trace = self.node.meta.get("stack_trace")
-        lines = [line.strip() for line in trace.splitlines()] if trace else []
-        ours = [i for i, line in enumerate(lines) if line.startswith("File ")]
-        if not ours or ours[-1] + 1 >= len(lines):
-            return None
-        place = lines[ours[-1]].removeprefix("File ").split(", in ")[0].replace('"', "")
-        return f"`{lines[ours[-1] + 1]}` ({place})"
+        return line_of(self.node)
 
 
 @dataclass(frozen=True)
@@ -98,14 +85,16 @@ class Trace:
     aliases: every name of a shared tensor -> the name that stands for all of them
     inputs: nodes of the example inputs; constants: of tensors that are not saved with the network
     outputs: nodes returned
+    decisions: lines of code where values decide what the network does, followed as they were
     """
 
     ops: tuple[Op, ...]
     tensors: Mapping[torch.fx.Node, str]
     aliases: Mapping[str, str]
     inputs: tuple[torch.fx.Node, ...]
-    constants: tuple[torch.fx.Node, ...]
+    constants: Mapping[torch.fx.Node, Tensor]
     outputs: tuple[torch.fx.Node, ...]
+    decisions: tuple[str, ...] = ()
 
     @property
     def used(self) -> list[str]:
@@ -120,16 +109,18 @@ class Trace:
             {**self.tensors, **other.tensors},
             self.aliases,
             self.inputs + other.inputs,
-            self.constants + other.constants,
+            {**self.constants, **other.constants},
             self.outputs + other.outputs,
+            tuple(dict.fromkeys(self.decisions + other.decisions)),
         )
 
 
 def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
-    """Export the network in eval mode; the module is left as it was.
+    """Record the network in eval mode; the module is left as it was.
 
-    Where that leaves parameters unused, as those of auxiliary heads, what the network does in
-    training mode comes after it.
+    torch.export records it for all values of the inputs. Where it cannot, the network is followed
+    on the example inputs as they are. Where eval mode leaves parameters unused, as those of
+    auxiliary heads, what the network does in training mode comes after it.
     """
     traced = _traced(model, example_inputs, training=False)
     parameters = dict(model.named_parameters())
@@ -142,31 +133,54 @@ def trace(model: nn.Module, example_inputs: Inputs) -> Trace:
 
 
 def _traced(model: nn.Module, example_inputs: Inputs, training: bool) -> Trace:
-    program = _export(model, example_inputs, training)
+    stored = named_tensors(model)
     aliases = shared_names(model)
-    state = named_tensors(model)
-    tensors: dict[torch.fx.Node, str] = {}
-    inputs: list[torch.fx.Node] = []
-    constants: list[torch.fx.Node] = []
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    for spec in program.graph_signature.input_specs:
-        node = nodes.get(spec.arg.name)
-        if node is None:
-            continue
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target in state:
-            tensors[node] = aliases.get(spec.target, spec.target)
-        else:
-            (inputs if spec.kind is InputKind.USER_INPUT else constants).append(node)
-    returned = {
-        spec.arg.name
-        for spec in program.graph_signature.output_specs
-        if spec.kind == OutputKind.USER_OUTPUT and hasattr(spec.arg, "name")
-    }
-    by_name = {node.name: node for node in program.graph.nodes}
-    outputs = tuple(by_name[name] for name in returned if name in by_name)
-    live = _live(program.graph.nodes, outputs)
-    ops = tuple(replace(_op(n), training=training) for n in program.graph.nodes if n in live)
-    return Trace(ops, tensors, aliases, tuple(inputs), tuple(constants), outputs)
+    recorded = _recorded(model, check_inputs(example_inputs), stored, training)
+    live = _live(recorded.graph.nodes, recorded.outputs)
+    return Trace(
+        tuple(replace(_op(n), training=training) for n in recorded.graph.nodes if n in live),
+        {node: aliases.get(name, name) for node, name in recorded.tensors.items()},
+        aliases,
+        recorded.inputs,
+        recorded.constants,
+        recorded.outputs,
+        recorded.decisions,
+    )
+
+
+def _recorded(
+    model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor], training: bool
+) -> Recording:
+    with recording_alone(), evaluating(model):
+        if training:
+            train_paths(model)
+        _check_runs(model, inputs)
+        try:
+            return exported(model, inputs, stored)
+        except Exception as error:
+            refusal = first_line(error)
+        try:
+            return followed(model, inputs, stored)
+        except Exception as error:
+            raise SpecError(
+                f"{type(model).__name__} cannot be traced: {refusal} (torch.export); "
+                f"{first_line(error)} (make_fx). Write its forward in operations of torch on "
+                "tensors, or write the ModelSpec by hand (docs/graph.md)"
+            ) from error
+
+
+def _check_runs(model: nn.Module, inputs: Inputs) -> None:
+    try:
+        result = call(model, inputs)
+    except Exception as error:
+        raise SpecError(
+            f"{type(model).__name__} does not run on the example inputs: {first_line(error)}"
+        ) from error
+    if not returned_tensors(result):
+        raise SpecError(
+            f"{type(model).__name__} returns {type(result).__name__} without a tensor to be seen; "
+            "return tensors, also in tuples, lists, dicts or dataclasses"
+        )
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -198,23 +212,6 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     for name, tensor in named_tensors(model).items():
         aliases[name] = first.setdefault(id(tensor), name)
     return {name: kept for name, kept in aliases.items() if name != kept}
-
-
-def run_batches(model: nn.Module, batches: Iterable[Any], caller: str) -> None:
-    """Run a network on batches of inputs, for what can be seen on the way."""
-    count = 0
-    try:
-        for batch in batches:
-            # A loader gives inputs with their labels.
-            model(batch[0] if isinstance(batch, list | tuple) else batch)
-            count += 1
-    except (RuntimeError, TypeError, IndexError, ValueError) as error:
-        raise InputError(
-            f"{caller}: the network does not run on a batch: {first_line(error)}; expected "
-            "batches of inputs, or tuples that begin with them"
-        ) from None
-    if not count:
-        raise InputError(f"{caller}: no batch was given")
 
 
 def _live(nodes: Iterable[torch.fx.Node], outputs: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
@@ -263,52 +260,10 @@ def train_paths(model: nn.Module) -> None:
         module.training = not isinstance(module, _EVALUATED)
 
 
-def _export(model: nn.Module, example_inputs: Inputs, training: bool) -> ExportedProgram:
-    if not isinstance(model, nn.Module):
-        raise SpecError(f"expected an nn.Module, found {type(model).__name__}")
-    check_inputs(example_inputs)
-    with _EXPORTING, evaluating(model), warnings.catch_warnings(), _quiet_torch():
-        warnings.simplefilter("ignore")
-        if training:
-            train_paths(model)
-        try:
-            model(*example_inputs)
-        except Exception as error:
-            raise SpecError(
-                f"{type(model).__name__} does not run on the example inputs: {first_line(error)}"
-            ) from error
-        try:
-            return torch.export.export(model, tuple(example_inputs))
-        except Exception as error:
-            raise SpecError(
-                f"torch.export cannot trace {type(model).__name__}: {first_line(error)}. Data "
-                "dependent control flow must go, or write the ModelSpec by hand (docs/graph.md)"
-            ) from error
-
-
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Whatever torch.export has to say comes in the error that it raises."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def check_inputs(example_inputs: Inputs) -> None:
-    """Refuse what is not the arguments of a forward."""
-    if isinstance(example_inputs, Tensor | str) or not isinstance(example_inputs, Sequence):
-        raise SpecError(
-            "example_inputs: expected a tuple of the arguments of the network's forward, "
-            f"found {type(example_inputs).__name__}; write (x,)"
-        )
-
-
-def first_line(error: Exception | None) -> str:
-    """The first line of an error's message that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+def part_of(op: Op, node: torch.fx.Node) -> Op:
+    """One of the operations that another one consists of, in the same line of code."""
+    node.meta.setdefault("stack_trace", op.node.meta.get("stack_trace"))
+    return replace(_op(node), training=op.training)
 
 
 def _op(node: torch.fx.Node) -> Op:
@@ -316,7 +271,8 @@ def _op(node: torch.fx.Node) -> Op:
     if target is operator.getitem:
         return Op("getitem", node, {"self": node.args[0], "index": node.args[1]}, False)
     if not isinstance(target, torch._ops.OpOverload):
-        return Op(str(target), node, dict(enumerate(node.args)) | dict(node.kwargs), False)  # type: ignore[arg-type]
+        name = getattr(target, "__name__", str(target))
+        return Op(name, node, dict(enumerate(node.args)) | dict(node.kwargs), False)  # type: ignore[arg-type]
     schema = target._schema
     arguments: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):

@@ -14,7 +14,9 @@ __all__ = [
     "check_picture",
     "check_views",
     "draw_demo",
+    "fits_table",
     "fusion_table",
+    "judgement_table",
     "metric_of",
     "score_table",
     "sections",
@@ -26,7 +28,12 @@ __all__ = [
 if TYPE_CHECKING:
     from nafi.reports.experiments import Section, sections, write_markdown, write_page
     from nafi.reports.figures import check_picture, draw_demo
-    from nafi.reports.fusion import fusion_table, write_fusion_page
+    from nafi.reports.fusion import (
+        fits_table,
+        fusion_table,
+        judgement_table,
+        write_fusion_page,
+    )
     from nafi.reports.records import TextTable, metric_of, score_table
     from nafi.reports.views import check_views
 else:  # `nafi fuse` prints a table without importing matplotlib
@@ -35,7 +42,7 @@ else:  # `nafi fuse` prints a table without importing matplotlib
         {
             "experiments": ["Section", "sections", "write_markdown", "write_page"],
             "figures": ["check_picture", "draw_demo"],
-            "fusion": ["fusion_table", "write_fusion_page"],
+            "fusion": ["fits_table", "fusion_table", "judgement_table", "write_fusion_page"],
             "records": ["TextTable", "metric_of", "score_table"],
             "views": ["check_views"],
         },

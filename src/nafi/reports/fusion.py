@@ -1,7 +1,8 @@
 """What a fusion did, for people and for machines.
 
-Hides: rich and HTML. Promises: for every group the local widths, the fused width and how many
-models share its neurons.
+Hides: rich and HTML. Promises: what is known of how good the result is comes first, and that nobody
+knows it if so; for every group the local widths, the fused width and how many models share its
+neurons; for every weight how it was refitted, or why not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from nafi.files import atomic_path
 from nafi.version import __version__
 
 Rows = Sequence[Mapping[str, Any]]
+Fits = Mapping[str, Mapping[str, Any]]
 _HEADINGS = ("group", "local width", "fused width", "factor", "shared by", "by one", "by all")
+_AGREEMENTS = {
+    "classes": "The share of {} unlabelled inputs that get the class which the ensemble of all "
+    "clients gives them. It is no accuracy: the ensemble may be wrong.",
+    "values": "The share of the variance of the clients' mean output that is explained "
+    "(R squared), on {} unlabelled inputs. It says nothing of how good that mean is.",
+}
+_FIT_HEADINGS = ("weight", "error before", "after", "ridge", "inputs", "samples")
 
 
 def fusion_table(rows: Rows, title: str) -> Table:
@@ -29,8 +38,45 @@ def fusion_table(rows: Rows, title: str) -> Table:
     return table
 
 
-def write_fusion_page(path: Path, rows: Rows, title: str, facts: Mapping[str, Any]) -> None:
-    """One self-contained page: the table and, for each group, a bar of who shares its neurons."""
+def judgement_table(scores: Mapping[str, Any]) -> Table:
+    """The scores of clients, ensemble and fused model, as `Scores.to_dict` gives them."""
+    table = Table(title="Scores, the higher the better")
+    table.add_column("model")
+    table.add_column("score", justify="right")
+    for entry in _scored(scores):
+        style = "bold" if entry["kind"] == "fused" else ""
+        table.add_row(entry["name"], entry["told"], style=style)
+    return table
+
+
+def fits_table(fits: Fits) -> Table:
+    """How each weight was refitted: `fits` holds the fields of a `LayerFit` for each."""
+    table = Table(title="Refitted on the probe; errors are shares of the variance")
+    for heading in _FIT_HEADINGS:
+        table.add_column(heading, justify="left" if heading == "weight" else "right")
+    for name, fit in fits.items():
+        table.add_row(*_fit_cells(name, fit))
+    return table
+
+
+def write_fusion_page(
+    path: Path,
+    rows: Rows,
+    title: str,
+    facts: Mapping[str, Any],
+    *,
+    verdict: Mapping[str, Any],
+    scores: Mapping[str, Any] | None = None,
+    agreement: Mapping[str, Any] | None = None,
+    fits: Fits | None = None,
+    kept: Mapping[str, str] | None = None,
+) -> None:
+    """One self-contained page: how good the result is, and who shares the neurons of each group.
+
+    verdict: tone, text and advice
+    scores, agreement: of clients, ensemble and fused model, as their `to_dict` gives them
+    kept: weight -> why it was not refitted
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined  # of nafi[lab]; tables need none
 
     environment = Environment(
@@ -41,6 +87,11 @@ def write_fusion_page(path: Path, rows: Rows, title: str, facts: Mapping[str, An
     ]
     page = environment.get_template("fusion.html").render(
         title=title,
+        verdict=verdict,
+        charts=[*_score_chart(scores), *_agreement_chart(agreement, fitted=bool(fits))],
+        fits=[_fit_row(name, fit) for name, fit in (fits or {}).items()],
+        fit_headings=_FIT_HEADINGS,
+        kept=_by_reason(kept or {}),
         headings=_HEADINGS,
         groups=groups,
         facts=facts,
@@ -49,6 +100,76 @@ def write_fusion_page(path: Path, rows: Rows, title: str, facts: Mapping[str, An
     )
     with atomic_path(path) as partial:
         partial.write_text(page, encoding="utf-8")
+
+
+def _score_chart(scores: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Bars of scores with a title and a note, if there are any."""
+    if scores is None:
+        return []
+    note = "The higher the better; the dashed line is the best client alone."
+    if scores["ensemble"] is not None:
+        note += " The ensemble is no single model: all clients, weighted as in the fusion."
+    return [{"title": "Scores", "note": note, "bars": _score_bars(scores)}]
+
+
+def _agreement_chart(agreement: Mapping[str, Any] | None, fitted: bool) -> list[dict[str, Any]]:
+    """The same for what models have in common with the ensemble."""
+    if agreement is None:
+        return []
+    note = _AGREEMENTS[agreement["of"]].format(agreement["inputs"])
+    note += " The layers were fitted to the same inputs." if fitted else ""
+    bars = _score_bars({"ensemble": None, **agreement})
+    return [{"title": "Agreement with the ensemble", "note": note, "bars": bars}]
+
+
+def _scored(scores: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every model with a score: name, score (None for NaN), how it is told, and its kind."""
+    entries = [(client["name"], client["score"], "client") for client in scores["clients"]]
+    if scores["ensemble"] is not None:
+        entries.append(("ensemble", scores["ensemble"], "ensemble"))
+    entries.append(("fused", scores["fused"], "fused"))
+    return [
+        {"name": name, "score": score, "told": _told(score), "kind": kind}
+        for name, score, kind in entries
+    ]
+
+
+def _told(score: float | None) -> str:
+    return "NaN" if score is None else f"{score:.4g}"
+
+
+def _score_bars(scores: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A bar from zero for every model, and where the best client's ends, in percent."""
+    entries = _scored(scores)
+    known = [entry["score"] for entry in entries if entry["score"] is not None]
+    low, high = min([0.0, *known]), max([0.0, *known])
+    scale = 100 / (high - low) if high > low else 0.0
+    clients = [c["score"] for c in scores["clients"] if c["score"] is not None]
+    best = round((max(clients) - low) * scale, 2) if clients else None
+    for entry in entries:
+        ends = sorted([0.0, entry["score"] or 0.0])
+        start, size = (ends[0] - low) * scale, (ends[1] - ends[0]) * scale
+        entry |= {"start": round(start, 2), "size": round(size, 2), "best": best}
+    return entries
+
+
+def _fit_cells(name: str, fit: Mapping[str, Any]) -> list[str]:
+    errors = [f"{max(0.0, fit[key]):.2g}" for key in ("before", "after")]  # but for rounding
+    return [name, *errors, f"{fit['ridge']:.2g}", str(fit["inputs"]), str(fit["samples"])]
+
+
+def _fit_row(name: str, fit: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the page: its cells, and both errors as lengths in percent."""
+    before, after = (min(100.0, max(0.0, 100 * fit[key])) for key in ("before", "after"))
+    cells = _fit_cells(name, fit)
+    return {"cells": cells, "before": round(before, 2), "after": round(after, 2)}
+
+
+def _by_reason(kept: Mapping[str, str]) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in kept.items():
+        reasons.setdefault(reason, []).append(name)
+    return reasons
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -8,8 +8,18 @@ does not understand, pins everything it touches: a gap costs coverage and never 
 from __future__ import annotations
 
 from nafi.graph.atoms import size_of
-from nafi.graph.rules import convolutions, layers, pointwise, products, shapes
-from nafi.graph.rules.calls import KEEPS_STACKS, RULES, Call, Findings, Rule, Value, rule, unknown
+from nafi.graph.rules import convolutions, layers, lookups, pointwise, products, shapes, spectra
+from nafi.graph.rules.calls import (
+    KEEPS_STACKS,
+    RULES,
+    Call,
+    Findings,
+    Rule,
+    UnsupportedError,
+    Value,
+    rule,
+    unknown,
+)
 
 __all__ = [
     "KEEPS_STACKS",
@@ -21,10 +31,12 @@ __all__ = [
     "apply",
     "convolutions",
     "layers",
+    "lookups",
     "pointwise",
     "products",
     "rule",
     "shapes",
+    "spectra",
 ]
 
 
@@ -35,10 +47,14 @@ def apply(call: Call) -> list[Value]:
         function = pointwise.elementwise if call.op.pointwise else unknown
     try:
         result = function(call)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration):
-        result = unknown(call)  # a variant of the operation that the rule was not written for
+    except UnsupportedError:
+        return unknown(call)
+    except Exception as error:  # of whoever wrote the rule; what it has said so far does no harm
+        return unknown(call, call.gap(f"the rule for {call.op} fails with {error!r}"))
     values = result if isinstance(result, list) else [result]
     if not all(isinstance(value, Value) for value in values):
-        return unknown(call)
+        return unknown(call, call.gap(f"the rule for {call.op} returns no Value"))
     shapes = [[size_of(axis) for axis in value.axes] for value in values]
-    return values if shapes == [list(shape) for shape in call.op.shapes] else unknown(call)
+    if shapes != [list(shape) for shape in call.op.shapes]:
+        return unknown(call, call.gap(f"the rule for {call.op} returns axes of {shapes}"))
+    return values

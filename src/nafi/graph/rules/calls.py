@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
-from nafi.graph.atoms import Axis, Pin, fixed, fresh, pin_axis, product, size_of, unify
+from nafi.graph.atoms import (
+    Axis,
+    Pin,
+    atoms_of,
+    fixed,
+    fresh,
+    pin_axis,
+    product,
+    resolve,
+    size_of,
+    unify,
+)
 from nafi.graph.tensors import Kind, Layer
 from nafi.graph.trace import Op
 
@@ -180,11 +191,16 @@ class Call:
 
     @property
     def gave_up(self) -> Pin:
-        return Pin(f"no rule for {self.op}", str(self.op))
+        return self.gap(f"no rule for {self.op}")
 
     @property
     def misfit(self) -> Pin:
-        return Pin(f"{self.op} joins axes that are cut differently", str(self.op))
+        return self.gap(f"{self.op} joins axes that are cut differently")
+
+    def gap(self, reason: str) -> Pin:
+        """What is kept in its order though a better rule might let it go; users are told."""
+        line = f" in {self.op.source}" if self.op.source is not None else ""
+        return Pin(reason + line, str(self.op))
 
     def fix(self, axis: Axis, why: str | None = None) -> Axis:
         """Forbid permuting an axis, because this operation tells its positions apart."""
@@ -200,8 +216,17 @@ class Call:
 
     def consume(self, value: Value, axis: Axis) -> None:
         """A parameter is summed over along one of its axes: it reads the neurons there."""
-        if value.source is not None:
-            self.findings.consumed.append((value.source, axis))
+        reader = self.reader(value, axis)
+        if reader is not None:
+            self.findings.consumed.append((reader, axis))
+
+    def reader(self, value: Value, axis: Axis) -> str | None:
+        """The parameter that a value is a piece of, or the only one of its that has the axis."""
+        if value.source is not None or value.fed:
+            return value.source
+        atoms = atoms_of([axis])
+        holders = [p for p in value.parameters if atoms & atoms_of(self.tensors[p].axes)]
+        return holders[0] if len(holders) == 1 else None
 
     def rigid(self, axis: Axis) -> None:
         """More neurons along an axis would change the result, even if they are all zero."""
@@ -220,6 +245,24 @@ class Call:
         """Whether a value has as many numbers as the parameter that it is computed from."""
         name = value.parameter
         return name is not None and prod(value.shape) == prod(self.tensors[name].shape)
+
+    def is_within(self, axis: Axis) -> bool:
+        """Whether an axis lies within each member of another one that may be permuted.
+
+        Such are the widths of heads. Cutting one into pieces that differ would tie down the heads.
+        """
+        inner = {segment[0] for segment in resolve(axis) if segment}
+        segments = (s for v in self.tensors.values() for a in v.axes for s in resolve(a))
+        return any(
+            atom in inner and any(outer.pinned is None for outer in segment[:place])
+            for segment in segments
+            for place, atom in enumerate(segment)
+        )
+
+    def uses(self, result: int) -> bool:
+        """Whether anything depends on one of several results."""
+        users = self.op.node.users
+        return any(user.op == "output" or (user.args[1] == result and user.users) for user in users)
 
     def axis_of(self, value: Value, axis: Axis) -> int | None:
         """Which axis of a parameter an axis of a view of it is, if it is one as it stands."""
@@ -289,9 +332,14 @@ def rule(*names: str, keeps_stacks: bool = False) -> Callable[[_Rule], _Rule]:
     return register
 
 
-def unknown(call: Call) -> list[Value]:
+class UnsupportedError(Exception):
+    """A variant of an operation that its rule was not written for; it is left unmatched."""
+
+
+def unknown(call: Call, why: Pin | None = None) -> list[Value]:
     """Without a rule, nothing that goes in may be permuted."""
+    pin = why or call.gave_up
     for value in call.values():
         for axis in value.axes:
-            pin_axis(axis, call.gave_up)
-    return [Value([fixed(n, call.gave_up) for n in shape]) for shape in call.op.shapes]
+            pin_axis(axis, pin)
+    return [Value([fixed(n, pin) for n in shape]) for shape in call.op.shapes]

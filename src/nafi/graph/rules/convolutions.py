@@ -5,6 +5,8 @@ Hides: groups of channels. Promises: channels flow through, places are told apar
 
 from __future__ import annotations
 
+from math import prod
+
 from nafi.graph.atoms import fresh, product, size_of
 from nafi.graph.rules.calls import Call, Product, Value, rule
 from nafi.graph.tensors import Layer
@@ -96,6 +98,8 @@ def channel_shuffle(call: Call) -> Value:
 @rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d")
 @rule("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "lp_pool2d")
 @rule("_upsample_nearest_exact2d", "max_pool2d_with_indices", "_upsample_bilinear2d_aa")
+@rule("_upsample_nearest_exact1d", "_upsample_nearest_exact3d", "_upsample_bicubic2d_aa")
+@rule("lp_pool1d", "lp_pool3d", "max_pool1d_with_indices", "max_pool3d_with_indices")
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool3d")
 def resample(call: Call) -> list[Value]:
     """Each channel by itself; the places, as many axes as the name says, are told apart."""
@@ -129,3 +133,54 @@ def pixel_unshuffle(call: Call) -> Value:
         call.fix(axis)
     channels = product(value.axes[-3], call.fixed(call["downscale_factor"] ** 2))
     return Value([*value.axes[:-3], channels, *(call.fixed(n) for n in call.out_shape()[-2:])])
+
+
+@rule("max_unpool2d", "max_unpool3d")
+def max_unpool(call: Call) -> list[Value]:
+    """The indices are those of the same channels."""
+    value: Value = call["self"]
+    spatial = int(call.op.name[-2])
+    for one, two in zip(value.axes[:-spatial], call["indices"].axes[:-spatial], strict=True):
+        call.same(one, two)
+    for axis in call["indices"].axes[-spatial:]:
+        call.fix(axis)
+    return resample(call)
+
+
+@rule("im2col")
+def patches(call: Call) -> Value:
+    """Each channel with all places of a window, for all windows."""
+    value: Value = call["self"]
+    for axis in value.axes[-2:]:
+        call.fix(axis, f"position within {call.op}")
+    window = call.fixed(prod(call["kernel_size"]))
+    channels = product(value.axes[-3], window)
+    return Value([*value.axes[:-3], channels, call.fixed(call.out_shape()[-1])])
+
+
+@rule("col2im")
+def join_patches(call: Call) -> Value:
+    value: Value = call["self"]
+    window = prod(call["kernel_size"])
+    channels = fresh(size_of(value.axes[-2]) // window)
+    call.same(value.axes[-2], product(channels, call.fixed(window)))
+    call.fix(value.axes[-1], f"position within {call.op}")
+    return Value([*value.axes[:-2], channels, *(call.fixed(n) for n in call.out_shape()[-2:])])
+
+
+@rule("affine_grid_generator")
+def affine_grid(call: Call) -> Value:
+    theta: Value = call["theta"]
+    for axis in theta.axes[1:]:
+        call.fix(axis)
+    return Value([theta.axes[0], *(call.fixed(n) for n in call.out_shape()[1:])])
+
+
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def sample(call: Call) -> Value:
+    """Each channel by itself, at the places that a grid names."""
+    value, grid = call["input"], call["grid"]
+    for axis in (*value.axes[2:], grid.axes[-1]):
+        call.fix(axis, f"position within {call.op}")
+    call.same(value.axes[0], grid.axes[0])
+    return Value([value.axes[0], value.axes[1], *grid.axes[1:-1]])

@@ -1,4 +1,4 @@
-"""Normalisation, look-ups and recurrent layers.
+"""Normalisation and recurrent layers.
 
 Hides: their parameter lists. Promises: scales, shifts and statistics belong to the axis that they
 work on; gates of recurrent layers are blocks of the same units.
@@ -7,9 +7,11 @@ work on; gates of recurrent layers are blocks of the same units.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
 from nafi.graph.atoms import Axis, fresh, product, size_of
-from nafi.graph.rules.calls import Call, Ends, Value, rule, unknown
+from nafi.graph.rules.calls import Call, Ends, UnsupportedError, Value, rule
 from nafi.graph.tensors import Kind
 
 
@@ -45,7 +47,7 @@ def layer_norm(call: Call) -> Value:
 
 
 @rule("_weight_norm", "_weight_norm_interface")
-def weight_norm(call: Call) -> list[Value]:
+def weight_norm(call: Call) -> Value:
     """`g v / |v|`, the norm over all axes but one."""
     value, gain = call["v"], call["g"]
     for one, two in zip(value.axes, gain.axes, strict=True):
@@ -53,8 +55,9 @@ def weight_norm(call: Call) -> list[Value]:
             call.same(one, two)
     call.kind(value, Kind.WEIGHT)
     call.gain(gain)
-    result = Value(value.axes, value.source)
-    return [result] if len(call.op.shapes) == 1 else unknown(call)
+    if len(call.op.shapes) > 1:
+        raise UnsupportedError
+    return Value(value.axes, value.source)
 
 
 @rule("group_norm")
@@ -80,14 +83,6 @@ def prelu(call: Call) -> Value:
     return Value(value.axes)
 
 
-@rule("embedding")
-def embedding(call: Call) -> Value:
-    weight: Value = call["weight"]
-    call.fix(weight.axes[0], "rows are looked up by number")
-    call.kind(weight, Kind.WEIGHT)
-    return Value([*call["indices"].axes, *weight.axes[1:]])
-
-
 @rule("getitem", keeps_stacks=True)
 def getitem(call: Call) -> Value:
     chosen: Value = call["self"][call["index"]]
@@ -104,42 +99,82 @@ def gru(call: Call) -> list[Value]:
     return _recurrent(call, gates=3 if call.op.name == "gru" else 1, states=[call["hx"]])
 
 
+@dataclass
+class _Layer:
+    """One layer of a recurrent network in one direction.
+
+    weights: for inputs and for the state; biases: of these
+    unit: its hidden units; written: what it passes on, which is those, or a projection of them
+    """
+
+    weights: list[Value]
+    biases: list[Value]
+    unit: Axis
+    written: Axis
+
+    def state(self, call: Call, gates: int, reads: Axis) -> None:
+        """Gates are blocks of the units; weights read the inputs and what was passed on."""
+        for parameter in [*self.weights, *self.biases]:
+            call.same(parameter.axes[0], product(call.fixed(gates), self.unit))
+        for weight, axis in zip(self.weights, (reads, self.written), strict=True):
+            call.same(weight.axes[1], axis)
+            call.consume(weight, weight.axes[1])
+        for weight, bias in zip_longest(self.weights, self.biases):
+            call.layer(weight, bias)
+
+
+def _recurrent_layer(call: Call, parameters: list[Value], hidden: int) -> _Layer:
+    """The parameters of one layer: weights, biases if it has any, a projection if it has one."""
+    unit = fresh(hidden)
+    written, rest = unit, parameters[2:]
+    if len(parameters) % 2:
+        projection = rest.pop()
+        call.same(projection.axes[1], unit)
+        call.consume(projection, projection.axes[1])
+        call.layer(projection)
+        written = projection.axes[0]
+    return _Layer(parameters[:2], rest, unit, written)
+
+
 def _recurrent(call: Call, gates: int, states: list[Value]) -> list[Value]:
-    """Each layer and direction has hidden units of its own; gates are blocks of them."""
+    """Each layer and direction has hidden units of its own.
+
+    states: what is passed on, and for an LSTM also its cells, which are never projected
+    """
     x: Value = call["input"]
-    layers, directions = call["num_layers"], 2 if call["bidirectional"] else 1
-    hidden = states[0].shape[-1]
-    each = len(call["params"]) // (layers * directions)
-    if each != (4 if call["has_biases"] else 2) or states[-1].shape[-1] != hidden:
-        return unknown(call)  # an LSTM with projections
-    reads, units = x.axes[-1], []
+    directions = 2 if call["bidirectional"] else 1
     parameters: list[Value] = list(call["params"])
-    for layer in range(layers):
-        writes: Axis = []
-        for direction in range(directions):
-            start = (layer * directions + direction) * each
-            unit = fresh(hidden)
-            units.append(unit)
-            for parameter in parameters[start : start + each]:
-                call.same(parameter.axes[0], product(call.fixed(gates), unit))
-            for parameter, axis in zip(parameters[start : start + 2], (reads, unit), strict=True):
-                call.same(parameter.axes[1], axis)
-                call.consume(parameter, parameter.axes[1])
-            for index in range(start, start + 2):
-                call.layer(parameters[index], parameters[index + 2] if each == 4 else None)
-            writes = writes + unit
-        reads = writes
-    for state in states:
-        for unit in [] if state.constant else units:
-            call.same(state.axes[-1], unit)
-        if not state.constant:
-            call.fix(state.axes[0])
+    each = len(parameters) // (call["num_layers"] * directions)
+    reads = x.axes[-1]
+    layers: list[_Layer] = []
+    for start in range(0, len(parameters), each * directions):
+        row = [
+            _recurrent_layer(call, parameters[at : at + each], states[-1].shape[-1])
+            for at in range(start, start + each * directions, each)
+        ]
+        for layer in row:
+            layer.state(call, gates, reads)
+        reads = [segment for layer in row for segment in layer.written]
+        layers += row
     if len(x.axes) == 3:
         call.fix(x.axes[1 if call["batch_first"] else 0], "a recurrent layer goes along it")
     batch = x.axes[0 if call["batch_first"] else 1]
-    along, unit = call.fixed(len(units)), fresh(hidden)
-    ends = Value([along, batch, unit], stack=Ends(along, unit, units, call.misfit))
-    return [Value([*x.axes[:-1], reads]), *[ends for _ in states]]
+    kept = [[layer.written for layer in layers], [layer.unit for layer in layers]]
+    ends = [
+        _ends(call, state, batch, units)
+        for state, units in zip(states, kept[: len(states)], strict=True)
+    ]
+    return [Value([*x.axes[:-1], reads]), *ends]
+
+
+def _ends(call: Call, state: Value, batch: Axis, units: list[Axis]) -> Value:
+    """The last states of all layers and directions; the first ones have the same units."""
+    if not state.constant:
+        call.fix(state.axes[0])
+        for unit in units:
+            call.same(state.axes[-1], unit)
+    along, unit = call.fixed(len(units)), fresh(state.shape[-1])
+    return Value([along, batch, unit], stack=Ends(along, unit, units, call.misfit))
 
 
 @rule("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")

@@ -6,21 +6,26 @@ permuted, one whose positions are compared or counted may not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from nafi.graph.atoms import Axis, fresh, product, size_of
-from nafi.graph.rules.calls import Call, Product, Value, rule, unknown
+from nafi.graph.atoms import Axis, fixed, fresh, product, size_of, unsaved
+from nafi.graph.rules.calls import Call, Product, UnsupportedError, Value, rule
 from nafi.graph.tensors import Kind
 
 
 # Most such operations carry torch's tag for it; these do not.
 @rule("dropout", "alpha_dropout", "feature_dropout", "relu6", "hardswish", "rrelu", "copy")
+@rule("where", "log_sigmoid", "masked_fill", "fill", "zero", "negative", "absolute", "arctan2")
+@rule("__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "floor_divide", "true_divide")
+@rule("greater", "greater_equal", "less", "less_equal", "not_equal", "fix", "special_expit")
+@rule("complex", "polar", "real", "imag", "conj", "_conj", "resolve_conj", "resolve_neg", "isclose")
+@rule("fake_quantize_per_tensor_affine")
 def elementwise(call: Call) -> Value:
     """Axes that meet are the same; those of size 1 are repeated."""
     # Dropout in eval mode: which neuron is dropped depends on its place, and that is the result.
     if call.get("train") and not call.op.training:
-        return unknown(call)[0]
+        raise UnsupportedError
     return broadcast(call, call.values())
 
 
@@ -43,7 +48,7 @@ def add_bias(call: Call, value: object, bias: object) -> None:
         call.bias(bias, made.weights if made is not None and fits else ())
 
 
-@rule("sub")
+@rule("sub", "subtract")
 def subtract(call: Call) -> Value:
     """A statistic that is subtracted from what depends on the inputs is a mean."""
     one, two = call.get("self"), call.get("other")
@@ -52,7 +57,7 @@ def subtract(call: Call) -> Value:
     return elementwise(call)
 
 
-@rule("mul", "div")
+@rule("mul", "div", "multiply", "divide")
 def multiply(call: Call) -> Value:
     """A parameter that multiplies what depends on the inputs is a gain."""
     one, two = call.get("self"), call.get("other")
@@ -107,6 +112,8 @@ def constant(call: Call) -> Value:
 
 @rule("mean", "sum", "amax", "amin", "logsumexp", "var", "std", "norm", "linalg_vector_norm")
 @rule("max", "min", "prod", "all", "any", "nansum", "argmax", "argmin", "var_mean", "median")
+@rule("std_mean", "linalg_norm", "linalg_matrix_norm", "nanmean", "nanmedian", "aminmax", "mode")
+@rule("frobenius_norm", "nuclear_norm", "count_nonzero")
 def reduce(call: Call) -> list[Value]:
     """Symmetric in the positions of the axis, which therefore may be permuted and goes away."""
     value: Value = call["self"]
@@ -128,28 +135,58 @@ def reduce(call: Call) -> list[Value]:
     return [Value(kept) for _ in call.op.shapes]
 
 
+# Operations that return values and, second, where they were found.
+_FIND = ("max", "min", "median", "nanmedian", "mode", "sort", "topk", "kthvalue")
+
+
 def _returns_positions(call: Call) -> bool:
-    name, results = call.op.name, len(call.op.shapes)
-    return name in ("argmax", "argmin") or (name in ("max", "min", "median") and results > 1)
+    """Whether positions along the axis are part of what anything depends on."""
+    found = call.op.name in _FIND and len(call.op.shapes) > 1
+    return call.op.name in ("argmax", "argmin", "argsort") or (found and call.uses(1))
 
 
-@rule("cumsum", "cumprod", "logcumsumexp", "flip", "roll", "sort", "argsort", "cummax", "diff")
-@rule("index_select", "topk", "kthvalue")
+@rule("cumsum", "cumprod", "logcumsumexp", "flip", "roll", "cummax", "cummin", "diff")
+@rule("index_select", "rot90")
 def along(call: Call) -> list[Value]:
     """Told apart along some axes, each slice by itself."""
     value: Value = call["self"]
     dims = call.get("dim", call.get("dims"))
     others = [v for v in call.values() if v is not value]
     if dims is None or dims == [] or len(others) > (call.op.name == "index_select"):
-        return unknown(call)  # without axes, `roll` goes along all of them at once
-    told_apart = {d % len(value.axes) for d in ([dims] if isinstance(dims, int) else dims)}
-    for d in told_apart:
+        raise UnsupportedError  # without axes, `roll` goes along all of them at once
+    return told_apart(call, value, [dims] if isinstance(dims, int) else dims)
+
+
+def told_apart(call: Call, value: Value, dims: Iterable[int]) -> list[Value]:
+    """Positions along some axes are told apart, and so are those of the results."""
+    for d in dims:
         call.fix(value.axes[d])
+    return _slice_by_slice(call, value, {d % len(value.axes) for d in dims})
+
+
+@rule("sort", "argsort", "topk", "kthvalue")
+def sort(call: Call) -> list[Value]:
+    """Sorted values stand at certain places, in whatever order they were before."""
+    value: Value = call["self"]
+    if not value.axes:
+        raise UnsupportedError
+    dim = call["dim"] % len(value.axes)
+    call.rigid(value.axes[dim])
+    if _returns_positions(call):
+        call.fix(value.axes[dim])
+    if call.op.name == "kthvalue":
+        return reduce(call)
+    return _slice_by_slice(call, value, {dim})
+
+
+def _slice_by_slice(call: Call, value: Value, dims: Collection[int]) -> list[Value]:
+    """What stands along some axes is made anew, for each slice by itself."""
+    for d in dims:
         call.findings.reduced.append([a for e, a in enumerate(value.axes) if e != d])
     return [
         Value(
             [
-                call.fixed(n) if d in told_apart else a
+                call.fixed(n) if d in dims else a
                 for d, (a, n) in enumerate(zip(value.axes, shape, strict=True))
             ]
         )
@@ -157,13 +194,39 @@ def along(call: Call) -> list[Value]:
     ]
 
 
+@rule("cosine_similarity", "cdist", "pairwise_distance")
+def compare(call: Call) -> Value:
+    """Two tensors are compared along an axis, which goes away; `cdist` takes all pairs."""
+    one, two = (call[name] for name in ("x1", "x2"))
+    if call.op.name == "cdist":
+        one, two = (
+            replace(value, axes=[*value.axes[:-2], *rows, value.axes[-1]])
+            for value, rows in ((one, [one.axes[-2], fresh(1)]), (two, [fresh(1), two.axes[-2]]))
+        )
+    joined = broadcast(call, [one, two])
+    dim = call.get("dim", -1) % len(joined.axes)
+    call.rigid(joined.axes[dim])
+    rest = [axis for d, axis in enumerate(joined.axes) if d != dim]
+    call.findings.reduced.append(rest)
+    return Value([*rest, fresh(1)] if call.get("keepdim") else rest)
+
+
+@rule("arange", "linspace", "logspace", "eye", "tril_indices", "triu_indices", "hann_window")
+@rule("hamming_window", "kaiser_window", "blackman_window", "bartlett_window")
+def counted(call: Call) -> Value:
+    """Numbers that tell positions apart."""
+    return Value([fixed(n, unsaved(str(call.op))) for n in call.out_shape()])
+
+
 @rule("repeat_interleave")
 def repeat_each(call: Call) -> Value:
     """Copies of one position are equal, so nothing is known of their order."""
     value: Value = call["self"]
+    if call["dim"] is None or not isinstance(call["repeats"], int):
+        raise UnsupportedError
     dim = call["dim"] % len(value.axes)
     axes = list(value.axes)
-    axes[dim] = product(axes[dim], fresh(int(call["repeats"])))
+    axes[dim] = product(axes[dim], fresh(call["repeats"]))
     return Value(axes)
 
 

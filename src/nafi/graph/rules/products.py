@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nafi.graph.atoms import Axis, fresh, product, size_of
-from nafi.graph.rules.calls import Call, Product, Value, rule, unknown
+from nafi.graph.rules.calls import Call, Product, UnsupportedError, Value, rule
 from nafi.graph.rules.pointwise import add_bias, broadcast
 from nafi.graph.tensors import Layer
 
@@ -20,14 +20,17 @@ def contract(
 ) -> Value:
     """A sum of products: axes with one label are the same, those not in `out` are summed over."""
     labelled: dict[Any, Axis] = {}
+    holders: dict[Any, list[tuple[Value, Axis]]] = {}
     for value, labels in operands:
         for label, axis in zip(labels, value.axes, strict=True):
             if label not in labelled or size_of(labelled[label]) == 1:
                 labelled[label] = axis
             elif size_of(axis) != 1:
                 call.same(labelled[label], axis)
-            if label not in out:
-                call.consume(value, axis)
+            holders.setdefault(label, []).append((value, axis))
+    for label, factors in holders.items():
+        if label not in out:
+            _sum_over(call, factors)
     fed = any(value.fed for value, _ in operands)
     result = Value([labelled[label] for label in out], fed=fed)
     weights = [(value, labels) for value, labels in operands if value.parameter is not None]
@@ -37,6 +40,19 @@ def contract(
         made = frozenset(d - len(out) for d, label in enumerate(out) if label in labels)
         result.product = Product((str(weight.parameter),), made & result.wide_dims)
     return result
+
+
+def _sum_over(call: Call, factors: Sequence[tuple[Value, Axis]]) -> None:
+    """One of the factors reads the neurons that a product sums over.
+
+    Where none does, as in the product of queries and keys, neurons of two networks side by side
+    would give the sum of what the networks compute, and not a mean.
+    """
+    readers = [(value, axis) for value, axis in factors if call.reader(value, axis) is not None]
+    if readers:
+        call.consume(*readers[0])
+    else:
+        call.rigid(factors[0][1])
 
 
 def _state_layer(
@@ -104,6 +120,25 @@ def add_matmul(call: Call) -> Value:
     return broadcast(call, [result, call["self"]])
 
 
+@rule("outer", "ger")
+def outer(call: Call) -> Value:
+    return contract(call, [(call["self"], ["row"]), (call["vec2"], ["column"])], ["row", "column"])
+
+
+@rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+def grouped_product(call: Call) -> Value:
+    """Rows in stretches, each of which is multiplied with a matrix of its own: experts."""
+    x, weight = call.values()[:2]
+    if (len(x.axes), len(weight.axes)) != (2, 3) or call.get("bias") is not None:
+        raise UnsupportedError
+    for axis in (x.axes[0], weight.axes[0]):
+        call.fix(axis, f"{call.op} counts them")
+    call.same(x.axes[1], weight.axes[1])
+    call.consume(weight, weight.axes[1])
+    call.layer(weight)
+    return Value([x.axes[0], weight.axes[2]])
+
+
 @rule("einsum")
 def einsum(call: Call) -> Value:
     equation = call["equation"].replace(" ", "")
@@ -121,7 +156,7 @@ def einsum(call: Call) -> Value:
         for value, term, rank in zip(values, left.split(","), ranks, strict=True)
     ]
     if any(len(set(labels)) < len(labels) for _, labels in operands):
-        return unknown(call)[0]
+        raise UnsupportedError
     return contract(call, operands, _labels(right, max(ranks)))
 
 

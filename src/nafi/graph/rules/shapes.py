@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from math import gcd
 
-from nafi.graph.atoms import Axis, fresh, product, size_of
-from nafi.graph.rules.calls import Call, Unfolded, Value, rule, unknown
+from nafi.graph.atoms import Axis, fresh, product, resolve, settled, size_of
+from nafi.graph.rules.calls import Call, Unfolded, UnsupportedError, Value, rule
 from nafi.graph.rules.pointwise import broadcast
 
 # An axis of at most this many is worth considering as query, key and value side by side.
@@ -19,10 +19,13 @@ _FEW = 8
 
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias", "view_copy")
+@rule("view_as", "reshape_as", "ravel")
 def reshape(call: Call) -> Value:
     """Cut both shapes into the smallest runs of equal size and unify their products."""
     value: Value = call["self"]
     result = Value([], value.source, value.constant)
+    if 0 in call.out_shape():  # no number is in it, so nothing can be said of their order
+        return Value([fresh(n) if n else [] for n in call.out_shape()])
     for whole, run in _runs(value.axes, call.out_shape()):
         if len(whole) == len(run) == 1:
             run = whole
@@ -36,8 +39,6 @@ def reshape(call: Call) -> Value:
 
 def _runs(axes: list[Axis], shape: Sequence[int]) -> Iterator[tuple[list[Axis], list[Axis]]]:
     """The shortest stretches of axes and of new, unknown axes that have equal sizes."""
-    if 0 in shape:
-        raise ValueError("nothing is known of axes without positions")
     i = j = 0
     sizes = [size_of(axis) for axis in axes]
     while i < len(sizes) or j < len(shape):
@@ -159,19 +160,32 @@ def stack(call: Call) -> Value:
 
 
 def _pieces(call: Call, value: Value, dim: int, sizes: Sequence[int]) -> list[Value]:
-    """Cut an axis into consecutive pieces."""
+    """Cut an axis into consecutive pieces; one without positions is an axis without segments."""
     dim %= len(value.axes)
-    parts = [fresh(n) for n in sizes]
-    if 0 in sizes:
-        raise ValueError("nothing is known of axes without positions")
-    if len(sizes) > 1:
-        call.same(value.axes[dim], [segment for part in parts for segment in part])
+    parts = [fresh(n) if n else [] for n in sizes]
+    whole = value.axes[dim]
+    if sum(n > 0 for n in sizes) <= 1:
+        parts = [whole if n else [] for n in sizes]
+    elif len(resolve(whole)) == 1 and not settled(whole) and call.is_within(whole):
+        parts = _alike(call, whole, sizes)
     else:
-        parts = [value.axes[dim]]
+        call.same(whole, [segment for part in parts for segment in part])
     return [
         Value([*value.axes[:dim], part, *value.axes[dim + 1 :]], value.source, value.constant)
         for part in parts
     ]
+
+
+def _alike(call: Call, whole: Axis, sizes: Sequence[int]) -> list[Axis]:
+    """Pieces of each neuron, made of equal stretches that have one order.
+
+    A spec cannot say that each head is a query, a key and a value. That it is three times the same,
+    it can, and so the heads may change places.
+    """
+    stretch = fresh(gcd(*sizes))
+    count = size_of(whole) // size_of(stretch)
+    call.same(whole, product(call.fixed(count), stretch))
+    return [product(call.fixed(n // size_of(stretch)), stretch) if n else [] for n in sizes]
 
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
@@ -183,12 +197,17 @@ def split(call: Call) -> list[Value]:
 
 @rule("slice", "narrow")
 def take_slice(call: Call) -> Value:
-    value: Value = call["self"]
+    return _stretch(call, call["self"], call.out_shape())
+
+
+def _stretch(call: Call, value: Value, shape: Sequence[int]) -> Value:
+    """The stretch of an axis that the arguments name, for a result of this shape."""
     dim = call["dim"] % len(value.axes)
-    total, length = size_of(value.axes[dim]), call.out_shape()[dim]
+    total, length = size_of(value.axes[dim]), shape[dim]
     start = call.get("start") or 0
-    if length == total:
-        return Value(value.axes, value.source, value.constant)
+    if length in (0, total):
+        axes = [*value.axes[:dim], value.axes[dim] if length else [], *value.axes[dim + 1 :]]
+        return Value(axes, value.source, value.constant)
     if call.get("step", 1) != 1 or not isinstance(start, int):
         call.fix(value.axes[dim])
         axes = [*value.axes[:dim], call.fixed(length), *value.axes[dim + 1 :]]
@@ -196,6 +215,22 @@ def take_slice(call: Call) -> Value:
     start = min(start % total if start < 0 else start, total)
     sizes = [n for n in (start, length, total - start - length) if n]
     return _pieces(call, value, dim, sizes)[1 if start else 0]
+
+
+@rule("slice_scatter")
+def write_slice(call: Call) -> Value:
+    value, written = call["self"], call["src"]
+    broadcast(call, [_stretch(call, value, written.shape), written])
+    return Value(value.axes)
+
+
+@rule("select_scatter")
+def write_one(call: Call) -> Value:
+    value, dim = call["self"], call["dim"] % len(call["self"].axes)
+    call.fix(value.axes[dim])
+    rest = [axis for d, axis in enumerate(value.axes) if d != dim]
+    broadcast(call, [Value(rest), call["src"]])
+    return Value(value.axes)
 
 
 @rule("select", keeps_stacks=True)
@@ -237,7 +272,8 @@ def glu(call: Call) -> Value:
     return broadcast(call, [one, two])
 
 
-@rule("pad", "constant_pad_nd", "reflection_pad2d", "replication_pad2d")
+@rule("pad", "constant_pad_nd", "_pad_circular", "_pad_enum")
+@rule(*(f"{kind}_pad{d}d" for kind in ("reflection", "replication") for d in (1, 2, 3)))
 def pad(call: Call) -> Value:
     value: Value = call["self"]
     axes = list(value.axes)
@@ -259,21 +295,48 @@ def pad(call: Call) -> Value:
     return Value(axes)
 
 
-@rule("index")
-def index(call: Call) -> Value:
-    """Axes that are looked up by number are told apart; the others pass."""
+@rule("unfold")
+def windows(call: Call) -> Value:
+    """Windows along an axis, whose positions become an axis of their own."""
     value: Value = call["self"]
-    looked_up: list[Any] = list(call["indices"])
-    looked_up += [None] * (len(value.axes) - len(looked_up))
-    dims = [d for d, entry in enumerate(looked_up) if entry is not None]
-    if any(entry.boolean for entry in looked_up if entry is not None):
-        return unknown(call)[0]
+    dim = call["dimension"] % len(value.axes)
+    call.fix(value.axes[dim])
+    axes = list(value.axes)
+    axes[dim] = call.fixed(call.out_shape()[dim])
+    return Value([*axes, call.fixed(call["size"])])
+
+
+@rule("tril", "triu")
+def triangle(call: Call) -> Value:
+    value: Value = call["self"]
+    for axis in value.axes[-2:]:
+        call.fix(axis)
+    return Value(value.axes)
+
+
+@rule("diagonal")
+def diagonal(call: Call) -> Value:
+    value: Value = call["self"]
+    dims = {call[name] % len(value.axes) for name in ("dim1", "dim2")}
     for d in dims:
         call.fix(value.axes[d])
-    positions = broadcast(call, [looked_up[d] for d in dims])
-    for axis in positions.axes:
-        call.fix(axis)
     kept = [axis for d, axis in enumerate(value.axes) if d not in dims]
-    neighbours = dims == list(range(dims[0], dims[-1] + 1))
-    at = dims[0] if neighbours else 0
-    return Value([*kept[:at], *positions.axes, *kept[at:]])
+    return Value([*kept, call.fixed(call.out_shape()[-1])], value.source)
+
+
+@rule("diag_embed")
+def diagonal_matrix(call: Call) -> Value:
+    """Rows and columns are the same neurons, in the same order."""
+    value: Value = call["self"]
+    if call["offset"] or (call["dim1"], call["dim2"]) != (-2, -1):
+        raise UnsupportedError
+    return Value([*value.axes, value.axes[-1]], value.source)
+
+
+@rule("meshgrid")
+def meshgrid(call: Call) -> list[Value]:
+    """Every tensor lies along its own axis of the grid, and is the same along all others."""
+    along = [value.axes[0] if value.axes else fresh(1) for value in call["tensors"]]
+    if call.get("indexing") == "xy":
+        along[:2] = along[1::-1]
+    return [Value(list(along)) for _ in along]

@@ -1,0 +1,236 @@
+"""Is a fused model any good? Measured against the clients it was made of.
+
+Hides: how clients and their ensemble are run and scored. Promises: networks are left as they are; a
+verdict says what was measured, never more, and what to try where the result is worse than a client.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, isnan
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from nafi.errors import InputError
+from nafi.fusion.clients import Clients
+from nafi.fusion.ensemble import EnsembleNetwork
+from nafi.fusion.method import Progress
+from nafi.fusion.networks import FusionWarning
+from nafi.fusion.probe import batch_size
+from nafi.fusion.result import Agreement, FusionResult, Scores
+from nafi.graph import Inputs, call, copy_network, evaluating, first_line
+
+Validate = Callable[[nn.Module], float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a result, in a sentence or two.
+
+    tone: good if the fused model is at least as good as every client; bad if it is not; unknown if
+        nobody has measured that
+    advice: what to try or to measure next
+    """
+
+    tone: Literal["good", "bad", "unknown"]
+    text: str
+    advice: tuple[str, ...] = ()
+
+
+def score(validate: Validate, model: nn.Module) -> float:
+    """What `validate` says of a model: minus infinity for NaN, so that it never wins."""
+    value = validate(model)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"validate: returned {value!r}, expected a number") from None
+    return -inf if isnan(number) else number
+
+
+def score_clients(
+    clients: Clients, example_inputs: Inputs, validate: Validate, progress: Progress
+) -> Scores:
+    """The scores of each client alone and of their ensemble, with none of a fused model yet."""
+    found: list[float] = []
+    total = len(clients) + 1
+    for model, name in zip(clients.models, clients.names, strict=True):
+        progress(f"scoring {name}", len(found), total)
+        found.append(score(validate, copy_network(model).eval()))
+    progress("scoring the ensemble", len(found), total)
+    ensemble = _ensemble_score(clients, example_inputs, validate)
+    return Scores(tuple(found), ensemble, -inf, clients.names)
+
+
+class _Ensemble(EnsembleNetwork):
+    """All clients side by side, each with the weight that it has in the fusion.
+
+    A fusion that knows who has seen which class would look better than it is beside an ensemble
+    that does not.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        models = [copy_network(model) for model in clients.models]
+        super().__init__(models, [], "logits")
+        self.clients = clients
+
+    def _mean(self, tensors: list[Any]) -> Any:
+        if not isinstance(tensors[0], Tensor) or not tensors[0].is_floating_point():
+            return tensors[0]
+        return _mean(torch.stack(tensors), self.clients)
+
+
+def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate) -> float | None:
+    network = _Ensemble(clients).eval()
+    try:
+        leaves = _leaves(network, example_inputs)
+    except (RuntimeError, ValueError, TypeError):  # outputs of different shapes, say
+        return None
+    if not _averages(leaves):
+        return None
+    try:
+        return score(validate, network)
+    except Exception as error:  # a user's function may ask for more than outputs
+        text = f"validate: the ensemble cannot be scored: {type(error).__name__}: "
+        warnings.warn(text + first_line(error), FusionWarning, stacklevel=4)
+        return None
+
+
+def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | None:
+    """How far the fused model does on a probe what its clients' mean does; None without a mean.
+
+    Clients weigh in the mean what they weigh in the fusion: by classes or samples, if known.
+    """
+    outputs = [_leaves(model, probe) for model in clients.models]
+    shapes = [[leaf.shape for leaf in leaves] for leaves in outputs]
+    if any(found != shapes[0] for found in shapes) or not _averages(outputs[0]):
+        return None
+    mean = [_mean(torch.stack(leaves), clients) for leaves in zip(*outputs, strict=True)]
+    classes = len(mean) == 1 and mean[0].ndim == 2 and mean[0].shape[1] > 1
+    compare = _same_classes if classes else _explained
+    return Agreement(
+        "classes" if classes else "values",
+        compare(_leaves(fused, probe), mean),
+        tuple(compare(leaves, mean) for leaves in outputs),
+        batch_size(probe),
+        clients.names,
+    )
+
+
+def _leaves(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """All tensors that a network returns; numbers in double precision."""
+    with evaluating(model):
+        outputs: Any = call(model, inputs)
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return [leaf.cpu().double() if leaf.is_floating_point() else leaf.cpu() for leaf in leaves]
+
+
+def _mean(outputs: Tensor, clients: Clients) -> Tensor:
+    """Of (S, ...) outputs, each class by who has seen it if the outputs are classes."""
+    weights, classes = clients.model_weights, clients.class_weights
+    form = [len(clients)] + [1] * (outputs.ndim - 1)
+    if classes is not None and outputs.ndim > 2 and outputs.shape[2] == classes.shape[1]:
+        weights, form[2] = classes, classes.shape[1]
+    shares = torch.from_numpy(weights).reshape(form).to(outputs)
+    return (shares * outputs).sum(dim=0) / len(clients)
+
+
+def _averages(leaves: Sequence[Tensor]) -> bool:
+    """Whether the mean of such outputs means something: numbers, not indices of classes."""
+    return bool(leaves) and all(leaf.is_floating_point() for leaf in leaves)
+
+
+def _same_classes(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    return float((outputs[0].argmax(dim=1) == expected[0].argmax(dim=1)).double().mean())
+
+
+def _explained(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """R squared, the mean over the outputs."""
+    parts = [_r_squared(one, two) for one, two in zip(outputs, expected, strict=True)]
+    return sum(parts) / len(parts)
+
+
+def _r_squared(output: Tensor, expected: Tensor) -> float:
+    """About the mean of each channel, or about zero where a channel does not vary."""
+    others = [d for d in range(expected.ndim) if d != 1]
+    centred = expected - expected.mean(dim=others, keepdim=True) if others else expected
+    spread = float(centred.square().sum()) or float(expected.square().sum())
+    error = float((output - expected).square().sum())
+    if not error < inf:
+        return -inf
+    return 1 - error / spread if spread else float(error == 0)
+
+
+def told(value: float) -> str:
+    """A score in four digits."""
+    return f"{value:.4g}" if value > -inf else "NaN"
+
+
+def verdict(result: FusionResult) -> Verdict:
+    """What is known of a result."""
+    if result.scores is not None:
+        return _scored(result.scores, probed=result.agreement is not None or bool(result.fits))
+    score_it = "score it against its clients: validate=, or --validate module:function"
+    if result.agreement is not None:
+        where = f"On {result.agreement.inputs} inputs of the probe"
+        where += ", to which its layers were fitted," if result.fits else ""
+        text = f"Nobody has scored this model. {where} {_agreed(result.agreement)}"
+        return Verdict("unknown", text, (score_it,))
+    probe = "give some dozens of unlabelled inputs: probe=, or --probe FILE"
+    return Verdict(
+        "unknown", "Nobody has measured whether this model is any good.", (score_it, probe)
+    )
+
+
+def _scored(scores: Scores, probed: bool) -> Verdict:
+    fused, best = told(scores.fused), told(scores.best)
+    client = scores.names[scores.clients.index(scores.best)]
+    if not scores.better:
+        text = f"Worse than a client: the fused model scores {fused}, {client} alone {best}."
+        return Verdict("bad", text, _advice(probed))
+    beside = ""
+    if scores.ensemble is not None:
+        side = "above" if scores.fused > scores.ensemble else "not above"
+        beside = f", and {side} their ensemble ({told(scores.ensemble)})"
+    level = "above" if scores.fused > scores.best else "level with"
+    return Verdict(
+        "good", f"The fused model scores {fused}: {level} the best client ({best}){beside}."
+    )
+
+
+def _agreed(found: Agreement) -> str:
+    low, high = min(found.clients), max(found.clients)
+    if found.of == "classes":
+        return (
+            f"it says what the ensemble of its clients says {found.fused:.0%} of the time; "
+            f"clients alone do {low:.0%} to {high:.0%}."
+        )
+    return (
+        f"it explains {found.fused:.2f} of the variance of its clients' mean output (R squared); "
+        f"clients alone do {low:.2f} to {high:.2f}."
+    )
+
+
+def _advice(probed: bool) -> tuple[str, ...]:
+    probe = (
+        "give more inputs as a probe, or such as are closer to what the network is for"
+        if probed
+        else "give some dozens of unlabelled inputs to refit its layers on: probe=, or --probe"
+    )
+    return (
+        "let it be wider: max_width=2.0 or more and a lower penalty",
+        probe,
+        "train on from it in rounds: the strategy match-then-average",
+    )
+
+
+def warn_if_worse(result: FusionResult) -> None:
+    """Say it where a result is worse than a client."""
+    found = verdict(result)
+    if found.tone == "bad":
+        text = f"{found.text} What to try: {'; '.join(found.advice)}"
+        warnings.warn(text, FusionWarning, stacklevel=3)

@@ -1,0 +1,212 @@
+"""A few unlabelled inputs at the server, checked once.
+
+Hides: the forms in which people hold inputs: tensors, loaders, tuples with labels, dicts by name.
+Promises: one batch of arguments that fit the example inputs, on which the network runs; what cannot
+be used raises an error that says what to give instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from nafi.errors import InputError
+from nafi.fusion.networks import FusionWarning
+from nafi.graph import Inputs, call, check_inputs, evaluating, first_line
+
+PROBE_LIMIT = 1024  # inputs that are used; more cost time and memory and tell little
+PROBE_FEW = 8  # fewer than these are warned of
+_FORMS = "a tensor, a tuple of arguments, a dict of them by name, or batches of these"
+
+
+def read_probe(
+    probe: object, model: nn.Module, example_inputs: Inputs, limit: int = PROBE_LIMIT
+) -> Inputs:
+    """The first inputs of a probe as one batch: arguments as the example inputs have them.
+
+    probe: a tensor; a tuple, which is one batch of arguments or of inputs and labels; a dict of
+        arguments by name; or any other iterable of such batches, as a list or a DataLoader
+
+    What comes beyond the network's arguments, as labels do, is left out.
+    """
+    if not example_inputs:
+        raise InputError("probe: a network without inputs needs none; leave it out")
+    batches: list[list[Any]] = []
+    count, structure = 0, None
+    for batch in _batches(probe):
+        arguments = _arguments(batch, model, example_inputs)
+        leaves, structure = _fitting(arguments, example_inputs)
+        batches.append(leaves)
+        count += batch_size(leaves)
+        if count >= limit:
+            break
+    if structure is None or count == 0:
+        raise InputError("probe: found no inputs; give some dozens of them, they need no labels")
+    examples = pytree.tree_leaves(check_inputs(example_inputs))
+    joined = [_joined(parts, limit, examples) for parts in zip(*batches, examples, strict=True)]
+    _check_varied(joined, examples)
+    inputs: Inputs = pytree.tree_unflatten(joined, structure)
+    _check_runs(model, inputs)
+    if min(count, limit) < PROBE_FEW:
+        text = f"probe: found {count}, too few to tell what networks do; some dozens will do"
+        warnings.warn(text, FusionWarning, stacklevel=3)
+    return inputs
+
+
+def batch_size(inputs: Any) -> int:
+    """How many inputs there are: the length of the first tensor that has one."""
+    return next((len(leaf) for leaf in _tensors(inputs) if leaf.ndim), 1)
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def _batches(probe: object) -> Iterator[Any]:
+    if isinstance(probe, Tensor | tuple | Mapping):
+        yield probe
+    elif isinstance(probe, Iterable) and not isinstance(probe, str | bytes):
+        yield from probe
+    else:
+        hint = "; wrap a data set in a DataLoader" if hasattr(probe, "__getitem__") else ""
+        raise InputError(f"probe: found {type(probe).__name__}, expected {_FORMS}{hint}")
+
+
+def _arguments(batch: Any, model: nn.Module, example_inputs: Inputs) -> Inputs:
+    """The arguments of forward in a batch."""
+    if isinstance(example_inputs, Mapping):
+        names = list(example_inputs)
+        named = isinstance(batch, Mapping)
+        examples = list(example_inputs.values())
+        values = _pick(batch, names) if named else _positional(batch, model, examples)
+        return dict(zip(names, values, strict=True))
+    return _positional(batch, model, example_inputs)
+
+
+def _positional(batch: Any, model: nn.Module, example_inputs: Sequence[Any]) -> tuple[Any, ...]:
+    first, wanted = example_inputs[0], len(example_inputs)
+    if isinstance(batch, Mapping) and not isinstance(first, Mapping):
+        return _by_name(batch, model, wanted)
+    if not isinstance(batch, list | tuple):
+        batch = (batch,)
+    if batch and isinstance(batch[0], list | tuple | Mapping) and type(batch[0]) is not type(first):
+        return _positional(batch[0], model, example_inputs)  # (inputs, labels), several inputs
+    if len(batch) < wanted:
+        raise InputError(
+            f"probe: found batches of {len(batch)}, expected the network's {wanted} arguments; "
+            "give tuples of them, or dicts by name"
+        )
+    return tuple(batch[:wanted])
+
+
+def _by_name(batch: Mapping[Any, Any], model: nn.Module, wanted: int) -> tuple[Any, ...]:
+    names = [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ][:wanted]
+    return _pick(batch, names)
+
+
+def _pick(batch: Mapping[Any, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    if any(name not in batch for name in names):
+        found = ", ".join(map(str, batch)) or "nothing"
+        raise InputError(
+            f"probe: found {found}, expected inputs by the names {', '.join(names)}, which "
+            "the network's forward has for them"
+        )
+    return tuple(batch[name] for name in names)
+
+
+def _fitting(arguments: Inputs, example_inputs: Inputs) -> tuple[list[Any], Any]:
+    """The leaves of arguments, each of the kind and shape of its example, and their structure."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    examples, expected = pytree.tree_flatten(check_inputs(example_inputs))
+    if structure != expected:
+        raise InputError(
+            f"probe: found arguments of other kinds than the example inputs ({structure}, "
+            f"expected {expected})"
+        )
+    return [_like(leaf, like) for leaf, like in zip(leaves, examples, strict=True)], structure
+
+
+def _like(leaf: Any, example: Any) -> Any:
+    if not isinstance(example, Tensor):
+        return leaf
+    if not isinstance(leaf, Tensor):
+        hint = "; torch.from_numpy makes one of it" if type(leaf).__name__ == "ndarray" else ""
+        raise InputError(f"probe: found {type(leaf).__name__}, expected tensors{hint}")
+    _check_shape(leaf, example)
+    if leaf.is_floating_point() != example.is_floating_point():
+        raise InputError(
+            f"probe: found {leaf.dtype}, expected {example.dtype} as the example inputs have it; "
+            "prepare the inputs as in training, pixels scaled in the same way"
+        )
+    if bool(torch.isnan(leaf).any()):
+        raise InputError("probe: found NaN among the inputs; leave those inputs out")
+    return leaf.detach().to(example.device, example.dtype)
+
+
+def _check_shape(leaf: Tensor, example: Tensor) -> None:
+    if leaf.ndim == example.ndim and leaf.shape[1:] == example.shape[1:]:
+        return
+    expected = ", ".join(["inputs", *map(str, example.shape[1:])])
+    single = leaf.shape == example.shape[1:]
+    hint = "; is it a data set? Wrap it in a DataLoader" * single
+    raise InputError(
+        f"probe: found shape {tuple(leaf.shape)}, expected ({expected}) as the example inputs "
+        f"have it{hint}"
+    )
+
+
+def _joined(parts: Sequence[Any], limit: int, examples: Sequence[Any]) -> Any:
+    """One argument from all batches; parts end in its example.
+
+    What is not of the example's batch, as a mask that holds for all inputs, is of the first one.
+    """
+    *leaves, example = parts
+    if not _is_batched(example, examples):
+        return leaves[0]
+    return torch.cat(leaves)[:limit]
+
+
+def _is_batched(leaf: Any, leaves: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch_size(leaves)
+
+
+def _check_varied(leaves: Sequence[Any], examples: Sequence[Any]) -> None:
+    """Refuse inputs that are all the same: responses to them tell no neuron from another."""
+    pairs = zip(leaves, examples, strict=True)
+    batched = [leaf for leaf, example in pairs if _is_batched(example, examples)]
+    if all(_is_constant(leaf) for leaf in batched):
+        raise InputError(
+            "probe: found inputs that are all the same, expected such as the network is for; they "
+            "need no labels"
+        )
+
+
+def _is_constant(inputs: Tensor) -> bool:
+    reference = inputs[:1] if len(inputs) > 1 else inputs.flatten()[:1]
+    return bool((inputs == reference).all())
+
+
+def _check_runs(model: nn.Module, inputs: Inputs) -> None:
+    try:
+        with evaluating(model):
+            outputs = call(model, inputs)
+    except Exception as error:  # whatever the network's own code raises
+        raise InputError(
+            f"probe: the network does not run on {batch_size(inputs)} inputs at once: "
+            f"{first_line(error)}"
+        ) from None
+    for output in _tensors(outputs):
+        if output.is_floating_point() and bool(torch.isnan(output).any()):
+            raise InputError(
+                "probe: the network returns NaN on these inputs; are they prepared as in training?"
+            )
