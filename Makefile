@@ -27,7 +27,7 @@ test-machines: .venv/ready-dev
 test-browser: .venv/ready-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_browser.py
 
-# 10,000 malformed files, messages and configurations for each of eleven readers; ten minutes.
+# 10,000 malformed files, messages and configurations for each of twelve readers; ten minutes.
 # Other ones each time: make fuzz SEED=... draws those of an earlier run.
 fuzz: .venv/ready-dev
 	@seed=$${SEED:-$$(date +%s)}; echo "make fuzz SEED=$$seed"; \
@@ -48,6 +48,7 @@ lint: .venv/ready-dev
 bench: .venv/ready-dev
 	$(BIN)/python benchmarks/matching.py
 	$(BIN)/python benchmarks/graph.py
+	$(BIN)/python benchmarks/widths.py
 	$(BIN)/python benchmarks/fusion.py
 	$(BIN)/python benchmarks/refit.py
 	$(BIN)/python benchmarks/training.py

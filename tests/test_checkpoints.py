@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from nafi.files import atomic_path
 from nafi.manifest import CHECKS, Manifest
 from tests.fusion.networks import gap, seeded, trained_norms
 from tests.graph import zoo
+from tests.graph.test_rebuild import Renamed
 
 FACTORY = "tests.architectures:mlp"
 INPUTS = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
@@ -442,3 +444,90 @@ def test_networks_with_heads_come_back(name: str, tmp_path: Path) -> None:
     nafi.save(result, tmp_path / "fused.safetensors", example_inputs=inputs)
     loaded = nafi.load(tmp_path / "fused.safetensors", lambda: zoo.named(name).build())
     assert gap(loaded, result.model, inputs) < 1e-6
+
+
+def _plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+_WRAPS = {
+    "plain": _plain,
+    "compiled": lambda: torch.compile(_plain(), backend="eager"),
+    "parallel": lambda: nn.DataParallel(_plain()),
+}
+
+
+@pytest.mark.parametrize("saved", _WRAPS)
+@pytest.mark.parametrize("made", _WRAPS)
+def test_factories_may_compile_or_wrap(tmp_path: Path, saved: str, made: str) -> None:
+    models = [_WRAPS[saved]() for _ in range(2)]
+    result = nafi.fuse(models, INPUTS, penalty=0.0, evidence=1e5)
+    assert result.widths["0"] > 6
+    nafi.save(result, tmp_path / "fused.safetensors")
+    loaded = nafi.load(tmp_path / "fused.safetensors", _WRAPS[made])
+    assert gap(loaded, result.model, INPUTS) == 0
+    torch.save(models[0].state_dict(), tmp_path / "client.pt")
+    client = nafi.load(tmp_path / "client.pt", _WRAPS[made])
+    assert gap(client, models[0], INPUTS) == 0
+
+
+class Versioned(nn.Module):
+    """Takes a file without versions for an old one, as MNASNet does."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 3), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.scale = 1.0 if metadata.get("version") == 2 else 0.5
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_versions_of_modules_do_not_matter(tmp_path: Path) -> None:
+    model = Versioned()
+    nafi.save(model, tmp_path / "a.safetensors")
+    assert gap(nafi.load(tmp_path / "a.safetensors", Versioned), model, INPUTS) == 0
+
+
+def test_names_of_a_state_dict_are_for_its_modules_to_know(tmp_path: Path) -> None:
+    model, inputs = Renamed(), (torch.randn(4, 5),)
+    assert "layer0.weight" in model.state_dict()
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    assert gap(nafi.load(tmp_path / "a.pt", Renamed), model, inputs) == 0
+    nafi.save(model, tmp_path / "a.safetensors")
+    assert gap(nafi.load(tmp_path / "a.safetensors", Renamed), model, inputs) == 0
+
+
+class SquareHeads(nn.Module):
+    """As many heads as each is wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 3
+        self.q, self.k, self.v = (nn.Linear(5, 9) for _ in range(3))
+        self.out = nn.Linear(9, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        form = (*x.shape[:2], -1, self.width)
+        q, k, v = (layer(x).view(form).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_a_double_file_and_heads_of_another_width(tmp_path: Path) -> None:
+    """Shapes tell of 5 heads of 4 as of 4 heads of 5; the factory is in single precision."""
+    inputs = (torch.randn(2, 4, 5, dtype=torch.float64),)
+    models = [SquareHeads().double() for _ in range(2)]
+    spec = nafi.groups(models[0], inputs)
+    limits = {name: 5 if group.parent is None else 4 for name, group in spec.groups.items()}
+    result = nafi.fuse(models, inputs, spec=spec, penalty=0.0, evidence=1e6, max_width=limits)
+    assert result.widths == limits
+    nafi.save(result, tmp_path / "a.safetensors")
+    loaded = nafi.load(tmp_path / "a.safetensors", SquareHeads)
+    assert loaded.width == 4
+    assert gap(loaded, result.model, inputs) == 0

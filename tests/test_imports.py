@@ -34,9 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "reports": {"graph", "files"},
     "manifest": set(),
     "checkpoints": {"fusion", "graph", "factories", "files", "manifest"},
+    "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
-    "probes": {"checkpoints", "factories", "fusion"},
+    "probes": {"checkpoints", "factories", "fusion", "graph"},
     "cli": {
         "matching",
         "graph",
@@ -48,8 +49,16 @@ ALLOWED: dict[str, set[str]] = {
         "factories",
         "files",
         "probes",
+        "statistics_files",
     },
-    "__init__": {"matching", "graph", "fusion", "federated", "checkpoints"},
+    "__init__": {
+        "matching",
+        "graph",
+        "fusion",
+        "federated",
+        "checkpoints",
+        "statistics_files",
+    },
 }
 SHARED = {"errors", "version", "lazy", "options"}
 # Third-party packages that only some may use.
@@ -63,6 +72,7 @@ RESERVED = {
         "factories",
         "manifest",
         "probes",
+        "statistics_files",
     },
     "flwr": {"federated"},
 }
@@ -221,6 +231,8 @@ COMMANDS = [
     ["fuse"],
     ["inspect"],
     ["methods"],
+    ["statistics"],
+    ["head"],
     ["demo"],
     ["run"],
     ["report"],

@@ -24,9 +24,13 @@ __all__ = [
     "groups",
     "input_moments",
     "load",
+    "load_statistics",
     "match",
     "match_path",
     "save",
+    "save_statistics",
+    "solve_head",
+    "statistics",
 ]
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against the table below
@@ -36,17 +40,26 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from nafi import graph as graph
     from nafi import matching as matching
     from nafi.checkpoints import load, save
-    from nafi.fusion import FusionResult, calibrate, fuse, input_moments
+    from nafi.fusion import FusionResult, calibrate, fuse, input_moments, solve_head, statistics
     from nafi.graph import ModelSpec, groups
     from nafi.matching import Matching, match, match_path
+    from nafi.statistics_files import load_statistics, save_statistics
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "checkpoints": ["load", "save"],
             "federated": [],
-            "fusion": ["FusionResult", "calibrate", "fuse", "input_moments"],
+            "fusion": [
+                "FusionResult",
+                "calibrate",
+                "fuse",
+                "input_moments",
+                "solve_head",
+                "statistics",
+            ],
             "graph": ["ModelSpec", "groups"],
             "matching": ["Matching", "match", "match_path"],
+            "statistics_files": ["load_statistics", "save_statistics"],
         },
     )

@@ -8,7 +8,7 @@ its name and what to do; files are written completely or not at all.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -28,6 +28,7 @@ from nafi.fusion import FusionResult, FusionWarning
 from nafi.graph import (
     Inputs,
     ModelSpec,
+    SpecWarning,
     arguments,
     check_inputs,
     fold_batchnorm,
@@ -35,14 +36,15 @@ from nafi.graph import (
     named_tensors,
     rebuild,
     shared_names,
+    unwrapped,
 )
 from nafi.manifest import Described, Manifest
 
 _KEY = "nafi"
 # What people call the weights in a file that holds more than weights.
 _NESTED = ("state_dict", "model_state_dict", "model")
-# What torch.compile and DataParallel put before every name.
-_WRAPPERS = ("_orig_mod.", "module.")
+# What torch.compile, DataParallel and Opacus put before every name.
+_WRAPPERS = ("_orig_mod.", "module.", "_module.")
 
 
 def save(
@@ -67,6 +69,7 @@ def save(
         raise InputError(f"{target} exists already; choose another name, or overwrite it")
     if not isinstance(network, nn.Module):
         raise InputError(f"model: found {type(network).__name__}, expected a network")
+    network = unwrapped(network)
     if result is not None and result.diagnostics.get("method") == "ensemble":
         raise InputError("an ensemble is several models, not one; save each of them instead")
     if factory is not None and (not isinstance(factory, str) or ":" not in factory):
@@ -95,6 +98,21 @@ def save(
     )
     with atomic_path(target) as partial:
         save_file(state, partial, metadata={_KEY: manifest.to_json()})
+
+
+def save_changed(
+    source: str | Path, model: nn.Module, target: str | Path, *, overwrite: bool = False
+) -> None:
+    """Write the network of a checkpoint with other weights, and all else that its file says."""
+    state, manifest = read(source)
+    path = Path(target)
+    if path.exists() and not overwrite:
+        raise InputError(f"{path} exists already; choose another name, or overwrite it")
+    tensors = named_tensors(model)
+    kept = _unwrap(state, tensors)
+    changed = {name: tensors[name].detach().cpu().contiguous() for name in kept}
+    with atomic_path(path) as partial:
+        save_file(changed, partial, metadata={_KEY: manifest.to_json()})
 
 
 def _check_counts(values: Sequence[float], name: str) -> list[float]:
@@ -226,19 +244,40 @@ def restore(
 ) -> nn.Module:
     """The network with these tensors, at their widths and dtypes; changes the network in place.
 
-    label: what errors call the file.
+    What torch.compile or DataParallel put around it is taken off. label: what errors call the file.
     """
+    model = unwrapped(model)
     tensors = named_tensors(model)
     shared = {other: state[name] for other, name in (manifest.aliases or {}).items()}
     state = _unwrap({**state, **shared}, tensors)
     if _shapes(tensors) != _shapes(state):
+        if _loads_by_itself(model, state):
+            return model.eval()
         if not manifest.folded:
             _check_names(tensors, state, label)
         model = _resize(model, state, manifest, example_inputs, label)
         _check_names(named_tensors(model), state, label)
     _convert(model, state, label)
-    model.load_state_dict(state)
+    # Not by load_state_dict: without the versions of modules, some would take the file for old.
+    with torch.no_grad():
+        for name, tensor in named_tensors(model).items():
+            tensor.copy_(state[name])
     return model.eval()
+
+
+def _loads_by_itself(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
+    """Whether the modules rename tensors in their state dict, and take these; if so, they have."""
+    own = model.state_dict()
+    renamed = own.keys() != named_tensors(model).keys()
+    if not renamed or _shapes(own) != _shapes(state):
+        return False
+    versioned = OrderedDict(state)
+    versioned._metadata = own._metadata  # type: ignore[attr-defined]
+    try:
+        model.load_state_dict(versioned)
+    except (RuntimeError, KeyError, ValueError):
+        return False
+    return True
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -281,17 +320,31 @@ def _resize(
             f"{label} has other widths than its network, and rebuilding needs example inputs: "
             "write a function example_inputs() beside the factory"
         )
+    inputs = _like_weights(example_inputs, model)
     try:
-        if manifest.spec is not None:
-            spec = ModelSpec.from_dict(manifest.spec).fitted(named_tensors(model))
-        else:
-            spec = groups(model, example_inputs)
+        saved = None if manifest.spec is None else ModelSpec.from_dict(manifest.spec)
+        spec = _spec_of(model, saved, inputs)
         if manifest.folded:
             model, spec = fold_batchnorm(model, spec)
-        widths = spec.fitted(state).widths
-        return rebuild(model, spec, widths, _like_weights(example_inputs, model))
+        widths = spec.fitted(state).widths if saved is None else saved.widths
+        spec.resized(widths).check_shapes(state)
+        return rebuild(model, spec, widths, inputs)
     except SpecError as error:
         raise CheckpointError(f"{label} is not a checkpoint of this network: {error}") from None
+
+
+def _spec_of(model: nn.Module, saved: ModelSpec | None, example_inputs: Inputs) -> ModelSpec:
+    """The groups of a network; saved: those of the same network at other widths, if known."""
+    if saved is None:
+        return groups(model, example_inputs)
+    if any(len(s.groups) > 1 for axes in saved.axes.values() for axis in axes for s in axis):
+        # Shapes tell of heads and their width as a product only.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SpecWarning)
+            known = groups(model, example_inputs, check=False)
+        if known.axes == saved.axes:
+            return known
+    return saved.fitted(named_tensors(model))
 
 
 def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], label: str) -> None:

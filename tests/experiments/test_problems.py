@@ -23,6 +23,7 @@ from nafi.experiments.cells import cells
 from nafi.experiments.clients import population
 from nafi.experiments.data import Dataset
 from nafi.experiments.models import draw_weights, drawn_mlp
+from nafi.experiments.problems import Network
 from nafi.experiments.trials import load_trial
 from nafi.federated import Samples, Training, train
 from nafi.federated.randomness import seeded
@@ -50,8 +51,7 @@ def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(
         PROBLEMS["cifar10"],
         load=lambda size: Dataset("blobs", blobs(200, 0), blobs(100, 1)),
-        network=normalised,
-        widths=(4,),
+        networks={"normalised": Network(normalised, (4,))},
         classes=3,
         training=Training(epochs=2, batch=16, rate=0.1),
     )

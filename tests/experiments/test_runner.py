@@ -95,7 +95,7 @@ def test_records_hold_what_is_needed_to_run_them_again(tmp_path: Path) -> None:
     assert set(nafi["versions"]) == {"nafi", "torch", "numpy", "scipy"}
     assert nafi["config"]["training"]["epochs"] == 3
     assert all(width <= 3 * 12 for width in nafi["widths"])
-    again = run_cell(next(c for c in cells(experiment) if c.key == (0, 3, 1, "nafi")))
+    again = run_cell(next(c for c in cells(experiment) if c.key == (None, 0, 3, 1, "nafi")))
     assert without_times([again]) == without_times([nafi])
 
 
@@ -348,7 +348,7 @@ def test_older_records_are_resumed(tmp_path: Path) -> None:
         config = older if profile is None else {**older, "profile": profile}
         file.write_text(json.dumps({**record, "experiment": label, "config": config}) + "\n")
         if accepted:
-            assert list(finished(experiment, file, resume=True)) == [(0, 4, 1, "local")]
+            assert list(finished(experiment, file, resume=True)) == [(None, 0, 4, 1, "local")]
         else:
             with pytest.raises(InputError, match="line 1 is of another experiment"):
                 finished(experiment, file, resume=True)
@@ -364,10 +364,11 @@ def test_records_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 
 def test_every_experiment_of_the_paper_can_be_read() -> None:
     mnist = ["layers", "nets", "poison", "sensitivity", "size", "width"]
-    assert experiment_names() == ["carvana", "cifar10", *(f"mnist-{name}" for name in mnist)]
+    names = ["carvana", "cifar10", *(f"mnist-{name}" for name in mnist), "oneshot-deep"]
+    assert experiment_names() == names
     for name in experiment_names():
         whole, quick = load_experiment(name), load_experiment(name, "quick")
-        assert whole.trials == {"carvana": 2, "cifar10": 3}.get(name, 5)
+        assert whole.trials == {"carvana": 2, "cifar10": 3, "oneshot-deep": 3}.get(name, 5)
         assert quick.samples is not None
         for method in whole.methods:
             assert len(method.candidates()) <= whole.budget
@@ -386,7 +387,7 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_data")
 @pytest.mark.parametrize(
-    "name", ["mnist-layers", "mnist-poison", "mnist-size", "cifar10", "carvana"]
+    "name", ["mnist-layers", "mnist-poison", "mnist-size", "cifar10", "carvana", "oneshot-deep"]
 )
 def test_quick_profiles_run(name: str, tmp_path: Path) -> None:
     experiment = load_experiment(name, "quick")

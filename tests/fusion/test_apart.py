@@ -27,6 +27,7 @@ TIED = {"tied_autoencoder", "tied_language_model"}
 # Some hidden numbers are in no group, so that they are averaged: channels that are cut in two ways,
 # hidden states that the network returns, one slope for all neurons, where to look, which expert.
 AVERAGED = {"grouped_conv", "dict_outputs", "monai_unet", "spatial_transformer", "experts"}
+AVERAGED |= {"bert_eager", "bert_sdpa", "gpt2"}
 
 
 def outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:

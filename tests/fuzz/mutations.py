@@ -113,6 +113,6 @@ def edited_safetensors(draw: st.DrawFn, content: bytes) -> bytes:
     header = header_of(content)
     if kind == "header":
         return with_header(content, draw(edited(header)))
-    told = draw(edited(json.loads(header["__metadata__"]["nafi"])))
-    header["__metadata__"]["nafi"] = json.dumps(told)
+    (key,) = header["__metadata__"]
+    header["__metadata__"][key] = json.dumps(draw(edited(json.loads(header["__metadata__"][key]))))
     return with_header(content, header)

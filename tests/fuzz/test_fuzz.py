@@ -207,6 +207,25 @@ def models(data: st.DataObject) -> None:
 
 
 @cache
+def sums_bytes() -> tuple[torch.nn.Module, bytes]:
+    torch.manual_seed(0)
+    model, path = Small(), folder() / "whole.stats"
+    batch = (torch.randn(60, FEATURES), torch.arange(60) % CLASSES)
+    nafi.save_statistics(nafi.statistics(model, [batch]), path)
+    return model, path.read_bytes()
+
+
+def sums(data: st.DataObject) -> None:
+    """What a client sums up gives a network that runs, or is refused."""
+    model, content = sums_bytes()
+    path = file_with(data.draw(edited_safetensors(content)), ".stats")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        solved = nafi.solve_head(model, [nafi.load_statistics(path)])
+    assert all(bool(tensor.isfinite().all()) for tensor in solved.parameters())
+
+
+@cache
 def spec_data() -> Any:
     return nafi.groups(Small(), (torch.zeros(2, FEATURES),)).to_dict()
 
@@ -294,6 +313,7 @@ READERS: dict[Callable[[st.DataObject], None], bool] = {
     configurations: True,
     records: True,
     replies: True,
+    sums: True,
     probes: True,
     other_files: False,
 }

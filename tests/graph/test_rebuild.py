@@ -137,3 +137,124 @@ def test_a_number_that_equals_a_size_is_left_alone(kind: type[Windowed]) -> None
     assert (wider.hidden, wider.window) == (12, 8)
     longer = torch.randn(2, 11, 5)
     assert torch.allclose(wider(longer), model(longer), atol=1e-6)
+
+
+class Own(nn.Module):
+    """Keeps a weight, and its width beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.first = 8, nn.Parameter(torch.randn(5, 8))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x @ self.first).relu().view(-1, self.width))
+
+
+def test_a_module_remembers_the_size_of_its_own_tensor() -> None:
+    model, x = Own(), torch.randn(4, 5)
+    wide = rebuild(model, nafi.groups(model, (x,)), {"first": 11})
+    assert wide.width == 11
+    assert torch.allclose(wide(x), model(x), atol=1e-6)
+
+
+class Grouped(nn.Module):
+    """As many heads as queries share each of them, in two attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.shared = 2, 2
+        self.queries, self.keys = nn.Linear(5, 12), nn.Linear(5, 6)
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries(x).view(len(x), self.heads, self.shared, -1)
+        keys = self.keys(x).view(len(x), self.heads, 1, -1)
+        return self.out((queries * keys).flatten(1))
+
+
+def test_equal_sizes_that_come_to_differ_are_told_apart() -> None:
+    model, x = Grouped(), torch.randn(4, 5)
+    spec = nafi.groups(model, (x,))
+    heads, shared = (name for name, group in spec.groups.items() if group.width == 2)
+    wide = rebuild(model, spec, {heads: 3, shared: 5})
+    assert (wide.heads, wide.shared) == (3, 5)
+    assert torch.allclose(wide(x), model(x), atol=1e-6)
+
+
+class Renamed(nn.Sequential):
+    """Its state dict has other names than its modules, as those of Opacus have."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.register_state_dict_post_hook(_rename)
+        self.register_load_state_dict_pre_hook(_name_back)
+
+
+def _rename(module: nn.Module, state: dict[str, Tensor], *_: object) -> None:
+    for name in [name for name in state if not name.startswith("layer")]:
+        state[f"layer{name}"] = state.pop(name)
+
+
+def _name_back(module: nn.Module, state: dict[str, Tensor], *_: object) -> None:
+    for name in list(state):
+        state[name.removeprefix("layer")] = state.pop(name)
+
+
+def test_tensors_are_found_where_modules_keep_them() -> None:
+    model, x = Renamed(), torch.randn(4, 5)
+    spec = nafi.groups(model, (x,))
+    assert set(spec.tensors) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    wide = rebuild(model, spec, {"0": 11})
+    assert wide[0].out_features == 11
+    assert torch.allclose(wide(x), model(x), atol=1e-6)
+
+
+def test_what_wraps_a_network_is_taken_off() -> None:
+    model, x = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(4, 5)
+    spec = nafi.groups(nn.DataParallel(model), (x,))
+    assert spec.axes == nafi.groups(model, (x,)).axes
+    wide = rebuild(nn.DataParallel(model), spec, {"0": 11})
+    assert torch.allclose(wide(x), model(x), atol=1e-6)
+
+
+def test_a_module_of_an_unknown_shape_is_named() -> None:
+    """Some libraries keep another tensor as the weight of a torch module."""
+
+    class Stacked(nn.Embedding):
+        def __init__(self) -> None:
+            super().__init__(4, 8)
+            self.weight = nn.Parameter(torch.randn(2, 4, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight.sum(0)[x]
+
+    model = nn.Sequential(Stacked(), nn.Linear(8, 3))
+    x = torch.randint(0, 4, (6,))
+    with pytest.raises(SpecError, match="0: Stacked cannot be given other sizes"):
+        rebuild(model, nafi.groups(model, (x,)), {"0": 11})
+
+
+class Quiet(nn.Module):
+    """As many heads as each is wide, in one attribute; what they do hardly matters yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 3
+        self.q, self.k, self.v = (nn.Linear(5, 9) for _ in range(3))
+        self.out, self.skip = nn.Linear(9, 3), nn.Linear(5, 3)
+        nn.init.constant_(self.out.weight, 1e-12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        form = (*x.shape[:2], -1, self.size)
+        q, k, v = (layer(x).view(form).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        return self.skip(x) + 1e-9 * self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_heads_are_not_read_as_their_width() -> None:
+    """5 heads of 7 have the shapes of 7 heads of 5, and here all but the same outputs."""
+    model, x = Quiet(), torch.randn(2, 4, 5)
+    spec = nafi.groups(model, (x,))
+    widths = {name: 5 if group.parent is None else 7 for name, group in spec.groups.items()}
+    assert rebuild(model, spec, widths).size == 7

@@ -14,7 +14,8 @@ from nafi.experiments.methods import Options, training_options
 from nafi.experiments.trials import TrialSettings
 from nafi.federated import Training, derived_seed
 
-Key = tuple[int, int, int, str]
+# Problem, trial, clients, hidden layers, method.
+Key = tuple[str | None, int, int, int, str]
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,15 @@ class Cell:
     @property
     def key(self) -> Key:
         """What tells the cells of an experiment apart."""
-        return (self.trial, self.clients, self.hidden, self.method.name)
+        problem = self.experiment.problem
+        return (problem, self.trial, self.clients, self.hidden, self.method.name)
 
     @property
     def label(self) -> str:
         """What a progress line calls it; trials as records count them, from 0."""
+        problem = f"{self.experiment.problem}: " if self.experiment.problem else ""
         layers = f", {self.hidden} hidden layers" if len(self.experiment.hidden) > 1 else ""
-        return f"{self.method.name}, {self.clients} clients{layers}, trial {self.trial}"
+        return f"{problem}{self.method.name}, {self.clients} clients{layers}, trial {self.trial}"
 
     @property
     def seed(self) -> int:
@@ -89,7 +92,12 @@ class Cell:
         if self.method.start == "shared":
             starts = starts[:1] * len(starts)
         return Recipe(
-            self.trial_settings, self.local_widths, tuple(starts), training, stacked=rounds is None
+            self.trial_settings,
+            self.experiment.network,
+            self.local_widths,
+            tuple(starts),
+            training,
+            stacked=rounds is None,
         )
 
     def recipes(self) -> list[Recipe]:
@@ -102,9 +110,10 @@ class Cell:
 def cells(experiment: Experiment) -> list[Cell]:
     """All cells of an experiment, those of one population next to each other."""
     return [
-        Cell(experiment, trial, clients, hidden, method)
-        for trial in range(experiment.trials)
-        for hidden in experiment.hidden
-        for clients in experiment.clients
-        for method in experiment.methods
+        Cell(part, trial, clients, hidden, method)
+        for part in experiment.parts
+        for trial in range(part.trials)
+        for hidden in part.hidden
+        for clients in part.clients
+        for method in part.methods
     ]

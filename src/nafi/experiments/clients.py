@@ -36,11 +36,13 @@ Progress = Callable[[int, int], None]
 class Recipe:
     """All that decides a population: the clients of a trial, each trained alone.
 
+    network: its name in the problem
     starts: seeds of the clients' first weights
     stacked: train them together where that can be; else one after the other
     """
 
     trial: TrialSettings
+    network: str
     widths: tuple[int, ...]
     starts: tuple[int, ...]
     training: Training
@@ -78,9 +80,10 @@ def population(
 
 def _untrained(recipe: Recipe) -> list[nn.Module]:
     models = []
+    network = PROBLEMS[recipe.trial.data].networks[recipe.network]
     for start in recipe.starts:
         with seeded(start):
-            models.append(PROBLEMS[recipe.trial.data].network(recipe.widths))
+            models.append(network.build(recipe.widths))
     return models
 
 

@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from nafi.errors import InputError
-from nafi.experiments.methods import LOCAL, check_method
+from nafi.experiments.methods import ALONE, check_method
 from nafi.experiments.problems import PROBLEMS, problem_named
 from nafi.federated import Optimiser
 
@@ -56,11 +56,13 @@ class MethodConfig(_Strict):
     """A row of the table: a method, what is fixed, and what is chosen on validation data.
 
     method: one of nafi.fuse, or of the strategies for an experiment in rounds; "local" for the mean
-        of the clients' own models
+        of the clients' own models, "best" for the one with the highest test score
     options: fixed options; grid: option -> values, of which all combinations are tried. Options of
-        training, like FedProx's `proximal`, are among them, and two of the laboratory: `calibrate`,
-        training inputs on which the statistics of a model are measured before it is judged, and in
-        rounds `rounds`, instead of the experiment's
+        training, like FedProx's `proximal`, are among them, and those of the laboratory:
+        `calibrate`, training inputs on which the statistics of a model are measured before it is
+        judged; in one shot `probe`, training inputs without labels that the method is given, and
+        `head`, whether the last layer is solved from all clients' labelled statistics; in rounds
+        `rounds`, instead of the experiment's
     start: whose models are fused
     widths_of: take the widths that this other method came to, in an experiment in rounds
     attack: what the experiment's attackers do to their weights before they send them
@@ -132,6 +134,7 @@ class Experiment(_Strict):
     profile: the profile of the file that it was taken from
     rounds: None for one shot: clients train alone, and a method of `nafi.fuse` fuses them
     data: a name of `PROBLEMS`, by default mnist in one shot and cifar10 in rounds
+    network: one of those of the data, by default the usual one
     size: width and height of images, for data that come in several
     clients: every number is run; samples: of the training data, None for all
     hidden, width: numbers of hidden layers and their width, where the network has a choice of them;
@@ -139,6 +142,9 @@ class Experiment(_Strict):
     width_limit: most neurons of a group for every matching method, as a factor, or "none"
     budget: most candidates that a method may choose from
     attackers: clients that do what a method's `attack` says
+    problems: name -> the experiment on one of several problems; in a file, what differs there from
+        the entries that all have in common
+    problem: its name, if it is one of these
     """
 
     name: str
@@ -146,6 +152,7 @@ class Experiment(_Strict):
     profile: str | None = None
     rounds: int | None = Field(default=None, ge=1)
     data: str = Field(default=None, validate_default=True)
+    network: str = Field(default=None, validate_default=True)
     size: tuple[int, int] | None = None
     trials: int = Field(default=5, ge=1)
     seed: int = Field(default=0, ge=0)
@@ -163,6 +170,34 @@ class Experiment(_Strict):
     training: TrainingConfig = Field(default={}, validate_default=True)
     methods: list[MethodConfig] = Field(min_length=1)
     report: ReportConfig = ReportConfig()
+    problems: dict[str, Experiment] = {}
+    problem: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_problems(cls, content: object) -> object:
+        """Give every problem the entries that all have in common."""
+        if not isinstance(content, dict) or not isinstance(content.get("problems"), dict):
+            return content
+        common = {name: value for name, value in content.items() if name != "problems"}
+        return {
+            **content,
+            "problems": {
+                name: {**common, **table, "problem": name} if isinstance(table, dict) else table
+                for name, table in content["problems"].items()
+            },
+        }
+
+    @model_validator(mode="after")
+    def _check_problems(self) -> Self:
+        """What a file says once must not differ."""
+        for name, part in self.problems.items():
+            for entry in ("name", "title", "profile", "report"):
+                if getattr(part, entry) != getattr(self, entry):
+                    raise ValueError(f"problems.{name}: {entry} is the same for all problems")
+            if part.problems:
+                raise ValueError(f"problems.{name}: a problem has no problems of its own")
+        return self
 
     @field_validator("data", mode="before")
     @classmethod
@@ -176,11 +211,27 @@ class Experiment(_Strict):
         problem_named(name)
         return name
 
+    @field_validator("network", mode="before")
+    @classmethod
+    def _usual_network(cls, name: object, info: ValidationInfo) -> object:
+        problem = PROBLEMS.get(info.data.get("data", ""))
+        return problem.usual_network if name is None and problem is not None else name
+
+    @field_validator("network", mode="after")
+    @classmethod
+    def _known_network(cls, name: str, info: ValidationInfo) -> str:
+        problem = PROBLEMS.get(info.data.get("data", ""))
+        if problem is not None and name not in problem.networks:
+            known = ", ".join(problem.networks)
+            raise ValueError(f"found {name!r}, expected one of {known} for {info.data['data']}")
+        return name
+
     @field_validator("widths", mode="before")
     @classmethod
-    def _widths_of_data(cls, widths: object, info: ValidationInfo) -> object:
+    def _widths_of_network(cls, widths: object, info: ValidationInfo) -> object:
         problem = PROBLEMS.get(info.data.get("data", ""))
-        return problem.widths if widths is None and problem is not None else widths
+        network = problem.networks.get(info.data.get("network", "")) if problem else None
+        return network.widths if widths is None and network is not None else widths
 
     @field_validator("training", mode="before")
     @classmethod
@@ -198,6 +249,11 @@ class Experiment(_Strict):
         return self.name if self.profile is None else f"{self.name}-{self.profile}"
 
     @property
+    def parts(self) -> list[Experiment]:
+        """The experiments on each of its problems; itself, if it names none."""
+        return list(self.problems.values()) or [self]
+
+    @property
     def in_rounds(self) -> bool:
         """Whether clients train more than once, or might."""
         return self.rounds is not None
@@ -205,16 +261,21 @@ class Experiment(_Strict):
     def settings(self) -> dict[str, Any]:
         """What all cells have in common; records of other settings are not to be mixed."""
         return self.model_dump(
-            exclude={"methods", "clients", "hidden", "trials", "report"}, mode="json"
+            exclude={"methods", "clients", "hidden", "trials", "report", "problems"}, mode="json"
         )
 
     def only(self, names: Sequence[str]) -> Self:
         """The experiment with some of its methods."""
-        known = [method.name for method in self.methods]
+        known = dict.fromkeys(method.name for part in self.parts for method in part.methods)
         for name in names:
             if name not in known:
                 raise InputError(f"--methods: there is no {name!r}; known: {', '.join(known)}")
-        return self.model_copy(update={"methods": [m for m in self.methods if m.name in names]})
+        return self._with_methods(names)
+
+    def _with_methods(self, names: Sequence[str]) -> Self:
+        parts = {name: part._with_methods(names) for name, part in self.problems.items()}
+        methods = [method for method in self.methods if method.name in names]
+        return self.model_copy(update={"methods": methods, "problems": parts})
 
     def agrees(self, settings: object) -> bool:
         """Whether these are its settings; what older records do not say is as by default."""
@@ -248,7 +309,7 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Ex
             known = ", ".join(profiles) or "none"
             raise InputError(f"--profile: {name} has no profile {profile!r}; it has {known}")
         content |= profiles[profile]
-    content |= {key: value for key, value in changes.items() if value is not None}
+    _change(content, {key: value for key, value in changes.items() if value is not None})
     try:
         experiment = Experiment(**{**content, "profile": profile})
     except ValidationError as error:
@@ -257,10 +318,19 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Ex
         reason = first["msg"].removeprefix("Value error, ")
         raise InputError(f"{name}: {place}: {reason[:1].lower()}{reason[1:]}") from None
     try:
-        _check_methods(experiment)
+        for part in experiment.parts:
+            _check_methods(part)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     return experiment
+
+
+def _change(content: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Replace entries of an experiment, and of all its problems."""
+    problems = content.get("problems")
+    for table in (content, *(problems.values() if isinstance(problems, dict) else ())):
+        if isinstance(table, dict):
+            table |= changes
 
 
 def report_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,7 +390,7 @@ def _check_widths(experiment: Experiment, method: MethodConfig) -> None:
 
 
 def _check_attack(experiment: Experiment, method: MethodConfig) -> None:
-    possible = 0 < experiment.attackers < min(experiment.clients) and method.method != LOCAL
+    possible = 0 < experiment.attackers < min(experiment.clients) and method.method not in ALONE
     if method.attack != "none" and (experiment.in_rounds or not possible):
         raise InputError(
             f"method {method.name} is under attack, which needs attackers, fewer than clients, a "

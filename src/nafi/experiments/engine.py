@@ -28,7 +28,14 @@ from nafi.experiments.clients import (
     runs_folder,
 )
 from nafi.experiments.entries import Record, entry
-from nafi.experiments.methods import LOCAL, Options, fuse_clients, fusion_options, option_names
+from nafi.experiments.methods import (
+    ALONE,
+    LOCAL,
+    Options,
+    fuse_clients,
+    fusion_options,
+    option_names,
+)
 from nafi.experiments.trials import Trial, load_trial
 from nafi.federated import (
     Acceptance,
@@ -46,7 +53,7 @@ def try_candidates(cell: Cell, progress: Progress | None, device: str) -> list[R
     """An entry for each candidate of the cell's method."""
     bench = _Bench(cell, load_trial(cell.trial_settings), progress, device)
     run: Callable[[Options], Record]
-    if cell.method.method == LOCAL:
+    if cell.method.method in ALONE:
         run = bench.run_alone
     elif cell.experiment.rounds is None:
         run = bench.run_one_shot
@@ -65,11 +72,14 @@ class _Bench:
     device: str
 
     def run_alone(self, candidate: Options) -> Record:
-        """Clients that never talk; scores are means over them."""
+        """Clients that never talk: the means of their scores, or those of the best on test data."""
         start = time.perf_counter()
         models = population(self.cell.recipe(candidate), self.trial, self.device)
         scores = [self.trial.score(model) for model in models]
-        validation, test = (float(np.mean([s[name] for s in scores])) for name in scores[0])
+        if self.cell.method.method == LOCAL:
+            validation, test = (float(np.mean([s[name] for s in scores])) for name in scores[0])
+        else:
+            validation, test = max(scores, key=lambda s: s["test"]).values()
         return entry(candidate, validation, test, [], time.perf_counter() - start)
 
     def run_one_shot(self, candidate: Options) -> Record:
@@ -81,7 +91,8 @@ class _Bench:
             cell.experiment.attackers,
             cell.seed,
         )
-        spec = self.architecture.spec
+        spec, inputs = self.architecture.spec, int(candidate.get("probe", 0))
+        probe = self.trial.probe(inputs) if inputs else None
         start = time.perf_counter()
         result = fuse_clients(
             cell.method.method,
@@ -91,12 +102,18 @@ class _Bench:
             fusion_options(self._limited(candidate)),
             self.trial.class_counts,
             spec,
+            probe,
         )
         seconds = time.perf_counter() - start
         model = self.trial.calibrate(result.model, int(candidate.get("calibrate", 0)))
+        if candidate.get("head"):
+            model = self.trial.with_head(model)
+        details = {"parameters": sum(p.numel() for p in model.parameters())}
         widths = list(result.widths.values())
         validation, test = self.trial.score(model).values()
-        return entry(candidate, validation, test, widths, seconds, **self._pictures(model))
+        return entry(
+            candidate, validation, test, widths, seconds, **details, **self._pictures(model)
+        )
 
     def run_rounds(self, candidate: Options) -> Record:
         """Clients train in rounds; the last one counts."""
@@ -135,7 +152,8 @@ class _Bench:
         method = self.cell.method
         if method.widths_of is not None and self.cell.widths is None:
             raise InputError(f"{method.name}: the widths of {method.widths_of} are not known")
-        return self.trial.architecture(self.cell.widths or self.cell.local_widths)
+        network = self.cell.experiment.network
+        return self.trial.architecture(network, self.cell.widths or self.cell.local_widths)
 
     @cached_property
     def _populations(self) -> dict[Recipe, list[nn.Module]]:

@@ -15,7 +15,7 @@ from nafi.federated import Samples, as_numbers
 
 Record = dict[str, Any]
 DETAILS = "details"
-_CHUNK = 1000
+_CHUNK = 128
 _IMAGES = 64
 
 

@@ -20,18 +20,21 @@ from nafi.federated import option_names as strategy_options
 from nafi.fusion import METHODS, FusionResult, Screen, fuse, make_method, method_names
 from nafi.fusion import option_names as method_options
 from nafi.graph import ModelSpec
-from nafi.options import whole
+from nafi.options import SWITCH, whole
 
-LOCAL = "local"
+# Clients that never talk: the mean of their scores, and the best of them.
+LOCAL, BEST = ALONE = ("local", "best")
 _OF_TRAINING = tuple(f.name for f in fields(Training))
-_OF_LABORATORY = {"rounds": whole(1), "calibrate": whole(0)}
+_ONE_SHOT = {"calibrate": whole(0), "probe": whole(0), "head": SWITCH}
+_IN_ROUNDS = {"calibrate": whole(0), "rounds": whole(1)}
+_OF_LABORATORY = _ONE_SHOT | _IN_ROUNDS
 
 Options = Mapping[str, Any]
 
 
 def check_method(method: str, candidates: Sequence[Options], in_rounds: bool) -> None:
     """Refuse a method, or an option of it, that there is not."""
-    known = (LOCAL, *(STRATEGIES if in_rounds else METHODS))
+    known = (*ALONE, *(STRATEGIES if in_rounds else METHODS))
     if method not in known:
         where = "in rounds" if in_rounds else "in one shot"
         raise InputError(f"found {method!r}, expected one of {', '.join(known)} {where}")
@@ -50,7 +53,7 @@ def _check_values(method: str, candidate: Options, in_rounds: bool) -> None:
     for name, constraint in _OF_LABORATORY.items():
         if name in candidate:
             constraint.check(candidate[name], name)
-    if method == LOCAL:
+    if method in ALONE:
         return
     if in_rounds:
         _check_strategy(method, fusion_options(candidate))
@@ -78,11 +81,13 @@ def _check_strategy(name: str, options: Options) -> None:
 
 def option_names(method: str, in_rounds: bool) -> list[str]:
     """Options of a method, of training, and of the laboratory itself; see `MethodConfig`."""
-    if method == LOCAL:
+    if method in ALONE:
         return list(_OF_TRAINING)
     if in_rounds:
-        return [*strategy_options(method), *_OF_LABORATORY]
-    return [*method_options(method), *_OF_TRAINING, "calibrate"]
+        return [*strategy_options(method), *_IN_ROUNDS]
+    left_out = [] if "probe" in METHODS[method].uses else ["probe"]
+    own = [name for name in _ONE_SHOT if name not in left_out]
+    return [*method_options(method), *_OF_TRAINING, *own]
 
 
 def training_options(options: Options) -> dict[str, Any]:
@@ -104,8 +109,10 @@ def fuse_clients(
     options: Options,
     class_counts: npt.ArrayLike | None = None,
     spec: ModelSpec | None = None,
+    probe: Tensor | None = None,
 ) -> FusionResult:
     """Fuse the clients' models in one shot; a method gets the seed and the counts that it uses."""
     seeded = {"seed": seed} if "seed" in method_options(method) else {}
     chosen = make_method(method, **{**seeded, **options})
-    return fuse(models, example_inputs, chosen, spec=spec, **chosen.used(class_counts=class_counts))
+    known = chosen.used(class_counts=class_counts, probe=probe)
+    return fuse(models, example_inputs, chosen, spec=spec, **known)

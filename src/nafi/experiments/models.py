@@ -1,4 +1,4 @@
-"""The paper's networks, with its initialisation.
+"""The paper's networks, with its initialisation, and one that is deeper.
 
 Promises: a network and its first weights depend on the generator alone.
 """
@@ -48,6 +48,27 @@ class ConvNet(nn.Module):
         x = F.max_pool2d(self.conv1(x), 2).relu()
         x = F.max_pool2d(self.conv2(x), 2).relu().flatten(1)
         outputs: Tensor = self.fc3(self.fc2(self.fc1(x).relu()).relu())
+        return outputs
+
+
+class VGG(nn.Module):
+    """3 x 3 convolutions with normalisation, pooled after each pair, and one linear layer.
+
+    widths: of the convolutions, an even number of them; the last pair is averaged over all places
+    """
+
+    def __init__(self, widths: Sequence[int], classes: int = 10) -> None:
+        super().__init__()
+        read = [3, *widths[1:-1:2]]
+        pairs = zip(read, widths[::2], widths[1::2], strict=True)
+        self.blocks = nn.ModuleList([DoubleConv(*pair) for pair in pairs])
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        *first, last = self.blocks
+        for block in first:
+            x = F.max_pool2d(block(x), 2)
+        outputs: Tensor = self.head(last(x).mean(dim=(2, 3)))
         return outputs
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nafi.errors import InputError
 from nafi.experiments.data import CARVANA_SIZE, Dataset, carvana, cifar10, digits, mnist
 from nafi.experiments.entries import Record, accuracy, dice
-from nafi.experiments.models import ConvNet, UNet, drawn_mlp, unet_widths
+from nafi.experiments.models import VGG, ConvNet, UNet, drawn_mlp, unet_widths
 from nafi.experiments.partition import Index, dirichlet_partition, quantity_partition
 from nafi.experiments.training import PAPER
 from nafi.federated import Loss, Samples, Training, as_numbers
@@ -32,29 +32,44 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
+class Network:
+    """A network that can learn a problem.
+
+    build: widths of its layers -> one with first weights, from torch's random numbers
+    widths: where their number is fixed, unless an experiment gives others
+    """
+
+    build: Callable[[Sequence[int]], nn.Module]
+    widths: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Problem:
     """A data set and how it is learnt.
 
     load: width and height of images, None for as they come -> the data
-    network: widths of its layers -> a network with first weights, from torch's random numbers
+    networks: by name, the usual one first
     partition: (data, clients, alpha, generator) -> each client's samples
     score: (model, samples) -> percent, the higher the better; metric: what it is called
     training: what an experiment does not say about training
     classes: None where targets are no classes
-    widths: of a network whose number of layers is fixed, unless an experiment gives others
     pictures: (model, samples) -> what a report can draw of a few samples, plain data
     """
 
     load: Callable[[Size | None], Dataset]
-    network: Callable[[Sequence[int]], nn.Module]
+    networks: Mapping[str, Network]
     partition: Callable[[Dataset, int, float, np.random.Generator], list[Index]]
     loss: Loss
     score: Callable[[nn.Module, Samples], float]
     metric: str
     training: Training
     classes: int | None
-    widths: tuple[int, ...] | None = None
     pictures: Callable[[nn.Module, Samples], list[Record]] | None = None
+
+    @property
+    def usual_network(self) -> str:
+        """The network of an experiment that names none."""
+        return next(iter(self.networks))
 
 
 def problem_named(name: str) -> Problem:
@@ -64,7 +79,7 @@ def problem_named(name: str) -> Problem:
     return PROBLEMS[name]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def load_data(
     name: str, samples: int | None = None, seed: int = 0, size: Size | None = None
 ) -> Dataset:
@@ -134,27 +149,28 @@ _CLASSIFIED: dict[str, Any] = {
 PROBLEMS: dict[str, Problem] = {
     "mnist": Problem(
         load=lambda size: mnist(),
-        network=partial(drawn_mlp, 784, 10),
+        networks={"mlp": Network(partial(drawn_mlp, 784, 10))},
         training=PAPER,
         **_CLASSIFIED,
     ),
     "digits": Problem(
         load=lambda size: digits(),
-        network=partial(drawn_mlp, 64, 10),
+        networks={"mlp": Network(partial(drawn_mlp, 64, 10))},
         training=PAPER,
         **_CLASSIFIED,
     ),
     "cifar10": Problem(
         load=lambda size: cifar10(),
-        network=ConvNet,
-        widths=(6, 16, 120, 84),
+        networks={
+            "convnet": Network(ConvNet, (6, 16, 120, 84)),
+            "vgg": Network(VGG, (16, 16, 32, 32, 64, 64)),
+        },
         training=Training(),
         **_CLASSIFIED,
     ),
     "carvana": Problem(
         load=lambda size: carvana(*(size or CARVANA_SIZE)),
-        network=UNet,
-        widths=tuple(unet_widths(8)),
+        networks={"unet": Network(UNet, tuple(unet_widths(8)))},
         training=Training(),
         partition=by_quantity,
         loss=bce_and_dice,

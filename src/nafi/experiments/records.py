@@ -40,6 +40,7 @@ def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
         "trial": cell.trial,
         "clients": cell.clients,
         "hidden": cell.hidden,
+        **({"problem": experiment.problem} if experiment.problem else {}),
         "metric": PROBLEMS[experiment.data].metric,
         "method": method.name,
         **({"attack": method.attack} if method.attack != "none" else {}),
@@ -127,7 +128,9 @@ def finished(experiment: Experiment, file: Path, resume: bool) -> dict[Key, Reco
     if text != file.read_text(encoding="utf-8"):
         with atomic_path(file) as partial:
             partial.write_text(text, encoding="utf-8")
-    return {(r["trial"], r["clients"], r["hidden"], r["method"]): r for r in records}
+    return {
+        (r.get("problem"), r["trial"], r["clients"], r["hidden"], r["method"]): r for r in records
+    }
 
 
 def _check_place(file: Path) -> None:
@@ -141,7 +144,9 @@ def _check_place(file: Path) -> None:
 
 def _is_of(experiment: Experiment, record: object) -> bool:
     """Whether a record is of this experiment; older ones of one shot are without the profile."""
-    if not isinstance(record, dict) or not experiment.agrees(record.get("config")):
+    if not isinstance(record, dict):
+        return False
+    if not any(part.agrees(record.get("config")) for part in experiment.parts):
         return False
     older = "profile" not in record["config"]
     return record.get("experiment") in (experiment.label, experiment.name if older else None)
@@ -150,11 +155,14 @@ def _is_of(experiment: Experiment, record: object) -> bool:
 def _check_candidates(experiment: Experiment, file: Path, records: Sequence[Record]) -> None:
     """Refuse records of a method that had others to choose from."""
     candidates = {
-        m.name: (json.loads(json.dumps(m.candidates())), m.attack) for m in experiment.methods
+        (part.problem, m.name): (json.loads(json.dumps(m.candidates())), m.attack)
+        for part in experiment.parts
+        for m in part.methods
     }
     for number, record in enumerate(records, start=1):
         tried = [entry["options"] for entry in record["candidates"]], record.get("attack", "none")
-        if record["method"] in candidates and tried != candidates[record["method"]]:
+        key = (record.get("problem"), record["method"])
+        if key in candidates and tried != candidates[key]:
             raise InputError(
                 f"{file}: line {number}: {record['method']} had other candidates or attackers; "
                 "remove its lines to run it again, or give another --out"

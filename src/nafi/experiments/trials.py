@@ -7,7 +7,8 @@ every method meets the same clients and judges.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from nafi.experiments.partition import hold_back
 from nafi.experiments.problems import PROBLEMS, Problem, load_data
 from nafi.federated import Architecture, Samples, as_numbers
-from nafi.fusion import calibrate
+from nafi.fusion import FusionWarning, calibrate, solve_head, statistics
 
 # Changes whenever the same settings would give other clients or models.
 RECIPE = 2
+_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ class Trial:
         labels = [samples.labels.numpy() for samples in self.data.values()]
         return np.stack([np.bincount(of_client, minlength=classes) for of_client in labels])
 
-    def architecture(self, widths: Sequence[int]) -> Architecture:
-        """The network of the problem at these widths."""
-        return Architecture(partial(self.problem.network, tuple(widths)), self.example_inputs)
+    def architecture(self, network: str, widths: Sequence[int]) -> Architecture:
+        """A network of the problem at these widths."""
+        build = self.problem.networks[network].build
+        return Architecture(partial(build, tuple(widths)), self.example_inputs)
 
     def score(self, model: nn.Module) -> dict[str, float]:
         """On the samples that clients hold back, and on the test data; in percent."""
@@ -83,11 +86,29 @@ class Trial:
 
     def calibrate(self, model: nn.Module, samples: int) -> nn.Module:
         """The model with statistics of so many training inputs of all clients; 0 for its own."""
-        if not samples:
-            return model
+        return calibrate(model, [self.probe(samples)]) if samples else model
+
+    def with_head(self, model: nn.Module) -> nn.Module:
+        """The model with its last layer solved from the labelled statistics of all clients."""
+        with warnings.catch_warnings():  # the data is public: sums over few samples tell nothing
+            warnings.simplefilter("ignore", FusionWarning)
+            parts = [
+                statistics(model, _batches(samples), labels=True) for samples in self.data.values()
+            ]
+        return solve_head(model, parts)
+
+    def probe(self, samples: int) -> Tensor:
+        """So many training inputs of all clients, drawn by the seed of the trial."""
         inputs = torch.cat([of_client.inputs for of_client in self.data.values()])
         order = np.random.default_rng(self.settings.seed).permutation(len(inputs))[:samples]
-        return calibrate(model, [as_numbers(inputs[order])])
+        return as_numbers(inputs[order])
+
+
+def _batches(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and labels, some hundred at a time."""
+    for start in range(0, len(samples), _BATCH):
+        part = samples[slice(start, start + _BATCH)]
+        yield as_numbers(part.inputs), part.labels
 
 
 def load_trial(settings: TrialSettings) -> Trial:

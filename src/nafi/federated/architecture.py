@@ -27,6 +27,7 @@ from nafi.graph import (
     named_tensors,
     rebuild,
     resize_state,
+    unwrapped,
 )
 
 Tensors = Mapping[str, Tensor]
@@ -144,7 +145,7 @@ class Architecture:
         if not isinstance(model, nn.Module):
             kind = type(model).__name__
             raise InputError(f"factory: returned {kind}, expected an nn.Module")
-        return model
+        return unwrapped(model)
 
     def _network(self, form: Form) -> tuple[nn.Module, ModelSpec]:
         """As `network`, to be left as it is."""

@@ -263,7 +263,7 @@ class Layerwise(Strategy[LayerwiseState]):
         if not self._fixed:
             tied = (name for tie in networks.tied_widths for name in tie)
             reason = "it is tied to groups that are matched in other rounds"
-            self._fixed.append(dict.fromkeys(tied, reason) | networks.fixed_widths)
+            self._fixed.append({**dict.fromkeys(tied, reason), **networks.fixed_widths})
         return width_limits(networks, self.method.max_width, self._fixed[0])
 
     def _match_group(self, state: LayerwiseState, prepared: Networks) -> LayerwiseState:

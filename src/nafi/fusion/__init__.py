@@ -6,7 +6,17 @@ from nafi.fusion.bayesian import Bayesian, Nafi, Pfnm
 from nafi.fusion.clients import check_class_axis, check_clients
 from nafi.fusion.descent import Descent, in_place, next_group
 from nafi.fusion.ensemble import Ensemble
+from nafi.fusion.head import (
+    SCALES,
+    HeadFit,
+    HeadStatistics,
+    add_statistics,
+    fit_head,
+    solve_head,
+    statistics,
+)
 from nafi.fusion.judge import Validate, Verdict, verdict
+from nafi.fusion.last_layer import LastLayer
 from nafi.fusion.merge import merge_tensors
 from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
@@ -23,6 +33,7 @@ from nafi.graph import calibrate
 __all__ = [
     "METHODS",
     "PROBE_LIMIT",
+    "SCALES",
     "Agreement",
     "AligningMethod",
     "Alignment",
@@ -32,6 +43,9 @@ __all__ = [
     "FedAvg",
     "FusionResult",
     "FusionWarning",
+    "HeadFit",
+    "HeadStatistics",
+    "LastLayer",
     "Method",
     "Nafi",
     "Networks",
@@ -43,12 +57,14 @@ __all__ = [
     "Transport",
     "Validate",
     "Verdict",
+    "add_statistics",
     "align_to_one",
     "as_real",
     "calibrate",
     "check_class_axis",
     "check_clients",
     "check_max_width",
+    "fit_head",
     "fuse",
     "in_place",
     "input_moments",
@@ -59,6 +75,8 @@ __all__ = [
     "option_names",
     "prepare_networks",
     "read_probe",
+    "solve_head",
+    "statistics",
     "verdict",
     "width_limits",
 ]

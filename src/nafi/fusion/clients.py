@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, unlike
-from nafi.graph import ModelSpec, TensorSpec, holds_numbers, named_tensors
+from nafi.graph import ModelSpec, TensorSpec, holds_numbers, named_tensors, unwrapped
 
 Array = npt.NDArray[np.float64]
 
@@ -102,6 +102,7 @@ def check_clients(
     for model, label in zip(models, labels, strict=True):
         if not isinstance(model, nn.Module):
             raise InputError(f"{label}: found {type(model).__name__}, expected an nn.Module")
+    models = [unwrapped(model) for model in models]
     states = [named_tensors(model) for model in models]
     for state, label in zip(states, labels, strict=True):
         _check_same_tensors(state, label, states[0], labels[0])

@@ -18,7 +18,7 @@ from nafi.fusion.heads import comparable
 from nafi.fusion.method import Alignment, Progress
 from nafi.fusion.networks import Networks
 from nafi.fusion.responses import response_table
-from nafi.graph import ModelSpec, Positions
+from nafi.graph import ModelSpec, Positions, equal_widths
 from nafi.matching import POPULARITY, Index, Matching, match
 from nafi.options import Options, number, one_of, option, optional, whole
 
@@ -131,11 +131,10 @@ class Descent:
         progress("merging", total, total)
 
     def _equalise(self) -> None:
-        """Give groups that are tied the width of the widest; places that nobody owns are zero."""
+        """Give groups that are tied widths that agree; places that nobody owns are zero."""
         for tie in self.networks.tied_widths:
-            width = max(self.placements[0][name].width for name in tie)
-            for placements in self.placements:
-                for name in tie:
+            for name, width in equal_widths(tie, self.widths).items():
+                for placements in self.placements:
                     placements[name] = Positions(placements[name].index, width)
 
     def step(self, group: str) -> None:

@@ -20,19 +20,22 @@ from nafi.fusion.clients import Clients
 from nafi.fusion.recording import Recording, record, unlike_rows
 from nafi.fusion.screen import Screen
 from nafi.graph import (
+    Growth,
     Inputs,
     ModelSpec,
     Normalisation,
     OutputMoments,
+    Tie,
     check_inputs,
     estimate_spectral,
+    gains_of_directions,
     groups,
+    growth,
     holds_numbers,
     named_tensors,
     rebuild,
-    tied_widths,
+    unit_directions,
     unit_spectral,
-    width_trouble,
 )
 
 
@@ -81,48 +84,22 @@ class Networks:
         return sorted(range(len(sizes)), key=lambda s: -sizes[s])
 
     @cached_property
-    def fixed_widths(self) -> dict[str, str]:
-        """The groups whose width cannot change, each with the reason.
-
-        All others are widened by different amounts at once, those that are tied by the same; where
-        the network then does not run, halves of them are tried. Cost: one rebuild of the template,
-        and some more for every group that cannot grow.
-        """
-        groups = self.spec.groups
-        fixed = {name: f"{g.rigid} fixes the width" for name, g in groups.items() if g.rigid}
-        ties = [tie for tie in self.tied_widths if not set(tie) & set(fixed)]
-        tied = {name for tie in ties for name in tie}
-        free = [(name,) for name in groups if name not in fixed and name not in tied]
-        grown = {
-            name: groups[name].width + 1 + k for k, tie in enumerate(free + ties) for name in tie
-        }
-        growing = self._growing(free + ties, grown, ())
-        stuck = [name for name in grown if name not in growing]
-        if stuck:
-            widths = {name: grown[name] for name in (*growing, *stuck)}
-            reason = _reason(self.template, self.spec, widths)
-            text = f"{', '.join(stuck)}: the width stays as it is, because {reason}"
+    def fixed_widths(self) -> Mapping[str, str]:
+        """The groups whose width cannot change, each with the reason."""
+        growth = self._growth
+        if growth.stuck:
+            text = f"{', '.join(growth.stuck)}: the width stays as it is, because {growth.refusal}"
             warnings.warn(text, FusionWarning, stacklevel=4)
-        return fixed | dict.fromkeys(stuck, "its code fixes the width")
+        return growth.fixed
+
+    @property
+    def tied_widths(self) -> Sequence[Tie]:
+        """Groups whose widths change together, as those of all layers of an LSTM."""
+        return self._growth.ties
 
     @cached_property
-    def tied_widths(self) -> list[tuple[str, ...]]:
-        """Groups that must have the same width, as those of all layers of an LSTM."""
-        return tied_widths(self.template, self.spec)
-
-    def _growing(
-        self, ties: Sequence[tuple[str, ...]], grown: Mapping[str, int], others: Sequence[str]
-    ) -> tuple[str, ...]:
-        """The groups that can have the widths `grown` together with some others."""
-        names = tuple(name for tie in ties for name in tie)
-        widths = {name: grown[name] for name in (*others, *names)}
-        if not names or width_trouble(self.template, self.spec, widths) is None:
-            return names
-        if len(ties) == 1:
-            return ()
-        half = len(ties) // 2
-        first = self._growing(ties[:half], grown, others)
-        return first + self._growing(ties[half:], grown, (*others, *first))
+    def _growth(self) -> Growth:
+        return growth(self.template, self.spec)
 
     @cached_property
     def recordings(self) -> tuple[Recording, ...]:
@@ -153,7 +130,7 @@ class Networks:
         The networks as the clients have them. Models that trained on from a common start keep
         their statistics this way; others need `calibrate` afterwards.
         """
-        states = tuple(_state(unit_spectral(model)) for model in self.clients.models)
+        states = tuple(_state(_as_used(model)) for model in self.clients.models)
         specs = tuple(self.architecture.fitted(state) for state in states)
         return replace(self, template=self.original, specs=specs, states=states)
 
@@ -181,8 +158,7 @@ class Networks:
     def build(self, state: Mapping[str, Tensor], widths: Mapping[str, int]) -> nn.Module:
         """The network with these tensors at these widths, in eval mode, still folded."""
         model = self._filled(state, widths)
-        estimate_spectral(model)
-        return model
+        return gains_of_directions(estimate_spectral(model))
 
     def finish(
         self, model: nn.Module, widths: Mapping[str, int], moments: OutputMoments
@@ -214,7 +190,7 @@ def prepare_networks(
         known = replace(known, example_inputs=check_inputs(example_inputs))
     way = Normalisation(batchnorm)
     folded = [
-        way.for_matching(unit_spectral(model), _fitted(model, known, clients, s))
+        way.for_matching(_as_used(model), _fitted(model, known, clients, s))
         for s, model in enumerate(clients.models)
     ]
     return Networks(
@@ -229,13 +205,9 @@ def prepare_networks(
     )
 
 
-def _reason(model: nn.Module, spec: ModelSpec, widths: Mapping[str, int]) -> str:
-    """What stands in the way of these widths, with the lines of code where they are known."""
-    try:
-        rebuild(model, spec, widths)
-    except SpecError as error:
-        return str(error)
-    return "it does not run otherwise"
+def _as_used(model: nn.Module) -> nn.Module:
+    """The network with normalised weights as they are used, so that they can be averaged."""
+    return unit_directions(unit_spectral(model))
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from numbers import Integral, Real
 
 from nafi.errors import InputError
 from nafi.fusion.networks import Networks
-from nafi.graph import ModelSpec
+from nafi.graph import ModelSpec, tied_limits
 from nafi.options import Constraint
 
 MaxWidth = int | float | Mapping[str, "int | float"] | None
@@ -58,8 +58,8 @@ def width_limits(
         else:
             limit = max_width.get(name) if isinstance(max_width, Mapping) else max_width
             limits[name] = _limit(limit, name, local)
-    for tie in networks.tied_widths:  # they will have one width
-        limits |= dict.fromkeys(tie, min(limits[name] for name in tie))
+    for tie in networks.tied_widths:  # their widths will agree
+        limits |= tied_limits(tie, limits)
     return limits
 
 

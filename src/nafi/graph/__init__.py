@@ -3,6 +3,7 @@
 from nafi.graph.blocks import Block, blocks
 from nafi.graph.check import check_spec
 from nafi.graph.groups import SpecWarning, groups
+from nafi.graph.growth import Growth, growth
 from nafi.graph.inputs import Inputs, arguments, call, check_inputs, first_line, run_batches
 from nafi.graph.lift import (
     Placement,
@@ -26,18 +27,22 @@ from nafi.graph.normalisation import (
 )
 from nafi.graph.permute import permute, permute_state, random_permutations
 from nafi.graph.products import Convolution, Product, sample_rows, watch
-from nafi.graph.rebuild import rebuild, resize_state, tied_widths, width_trouble
+from nafi.graph.rebuild import rebuild
+from nafi.graph.resize import resize_state
 from nafi.graph.rules import Call, Value, rule
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, Place, holds_numbers, widened
 from nafi.graph.spectral import estimate_spectral, unit_spectral
 from nafi.graph.tensors import Axis, Kind, Layer, Segment, TensorSpec
-from nafi.graph.trace import copy_network, evaluating, named_tensors, shared_names
+from nafi.graph.ties import Tie, equal_widths, tied_limits
+from nafi.graph.trace import copy_network, evaluating, named_tensors, shared_names, unwrapped
+from nafi.graph.weight_norm import gains_of_directions, unit_directions
 
 __all__ = [
     "Axis",
     "Block",
     "Call",
     "Convolution",
+    "Growth",
     "Inputs",
     "Kind",
     "Layer",
@@ -58,6 +63,7 @@ __all__ = [
     "SpecWarning",
     "Stretch",
     "TensorSpec",
+    "Tie",
     "Value",
     "arguments",
     "attach_batchnorm",
@@ -68,12 +74,15 @@ __all__ = [
     "check_spec",
     "claimed_moments",
     "copy_network",
+    "equal_widths",
     "estimate_spectral",
     "evaluating",
     "first_line",
     "fold_batchnorm",
+    "gains_of_directions",
     "gather",
     "groups",
+    "growth",
     "holds_numbers",
     "lift",
     "lift_axes",
@@ -93,9 +102,10 @@ __all__ = [
     "scatter",
     "shared_names",
     "stretches",
-    "tied_widths",
+    "tied_limits",
+    "unit_directions",
     "unit_spectral",
+    "unwrapped",
     "watch",
     "widened",
-    "width_trouble",
 ]

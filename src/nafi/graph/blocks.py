@@ -77,7 +77,11 @@ def transform(
     target = widths if new_widths is None else new_widths
     shape = [sum(segment.size(target) for segment in axis) for axis in axes]
     result = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    for old, new in zip(blocks(axes, widths), blocks(axes, target), strict=True):
-        changed = change(old.unfold(tensor, widths), old)
+    pairs = list(zip(blocks(axes, widths), blocks(axes, target), strict=True))
+    for old, new in pairs:
+        unfolded = old.unfold(tensor, widths)
+        changed = change(unfolded, old)
+        if len(pairs) == 1 and changed is not unfolded:
+            return changed.reshape(shape)  # large tensors need not be copied once more
         result[new.where] = changed.reshape(new.size(target))
     return result

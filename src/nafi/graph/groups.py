@@ -37,7 +37,7 @@ from nafi.graph.inputs import Inputs, check_inputs
 from nafi.graph.rules import KEEPS_STACKS, RULES, Call, Findings, Value, apply
 from nafi.graph.spec import ModelSpec, NeuronGroup, Pinned, holds_numbers
 from nafi.graph.tensors import Axis, Factor, Kind, Segment, TensorSpec, merge_fixed
-from nafi.graph.trace import Op, Trace, named_tensors, part_of, trace
+from nafi.graph.trace import Op, Trace, named_tensors, part_of, trace, unwrapped
 
 _FOLDABLE = {"conv1d", "conv2d", "conv3d", "linear"} | {f"conv_transpose{d}d" for d in (1, 2, 3)}
 
@@ -54,6 +54,7 @@ def groups(model: nn.Module, example_inputs: Inputs, *, check: bool = True) -> M
         their shapes matter, unless values decide what the network does
     check: permute every group at random in float64 and compare the outputs (`check_spec`)
     """
+    model = unwrapped(model)
     traced = trace(model, example_inputs)
     spec = _spec_of(model, traced, example_inputs)
     _warn_of_decisions(traced)

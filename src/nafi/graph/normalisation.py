@@ -68,7 +68,11 @@ class Normalisation(StrEnum):
         return self is Normalisation.AVERAGE
 
     def put_back(
-        self, model: nn.Module, spec: ModelSpec, like: nn.Module, moments: OutputMoments
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        like: nn.Module,
+        moments: OutputMoments | None = None,
     ) -> tuple[nn.Module, ModelSpec]:
         """A merged network as it is returned; see `attach_batchnorm`.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nafi.errors import SpecError
 from nafi.graph.blocks import Block, transform
 from nafi.graph.spec import ModelSpec
-from nafi.graph.trace import copy_network, named_tensors
+from nafi.graph.trace import named_tensors, unwrapped, with_tensors
 
 Permutations = Mapping[str, Tensor]
 
@@ -25,12 +25,10 @@ def permute(model: nn.Module, spec: ModelSpec, permutations: Permutations) -> nn
     permutations: (width,) for a group; for one with a parent also (parent's width, width), where
         row p belongs to the p-th member of the parent as the given network counts them.
     """
-    state = permute_state(named_tensors(model), spec, permutations)
-    twin = copy_network(model)
+    model = unwrapped(model)
     with torch.no_grad():
-        for name, tensor in named_tensors(twin).items():
-            tensor.data.copy_(state[name])
-    return twin
+        state = permute_state(named_tensors(model), spec, permutations)
+    return with_tensors(model, state, spec.aliases)
 
 
 def permute_state(

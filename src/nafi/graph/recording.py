@@ -57,7 +57,7 @@ def recording_alone() -> Iterator[None]:
     logged, fast = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
     with _RECORDING, warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
+        logging.disable(logging.ERROR)
         # One operation for a whole layer of nn.TransformerEncoder would say nothing of its axes.
         torch.backends.mha.set_fastpath_enabled(False)
         try:

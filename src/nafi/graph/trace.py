@@ -184,20 +184,66 @@ def _check_runs(model: nn.Module, inputs: Inputs) -> None:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers under all their names, as the tensors that the module holds."""
+    """Parameters and saved buffers under all their names, as the tensors that the module holds.
+
+    A name is the way from attribute to attribute. Some modules rename or join tensors in their
+    `state_dict`, where they could not be found again.
+    """
     if not isinstance(model, nn.Module):
         raise SpecError(f"expected an nn.Module, found {type(model).__name__}")
-    state = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    return {
+        f"{path}.{name}".removeprefix("."): tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in _own_tensors(module)
+    }
 
 
-def copy_network(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a module itself keeps, under its own names."""
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield name, tensor
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network itself, without torch.compile and modules that spread it over devices."""
+    while isinstance(model, nn.Module):
+        if type(model).__name__ == "OptimizedModule":  # whose import takes seconds
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            break
+    return model
+
+
+def with_tensors(
+    model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+) -> nn.Module:
+    """A copy of the network that holds these tensors, whatever their sizes; none are copied.
+
+    tensors: by name; aliases: other names of the same -> these
+    """
+    made: dict[str, Tensor] = {}
+    replaced: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(model).items():
+        kept = aliases.get(name, name)
+        if kept not in made:
+            new = tensors[kept]
+            is_learnt = isinstance(tensor, nn.Parameter)
+            made[kept] = nn.Parameter(new, tensor.requires_grad) if is_learnt else new
+        replaced[id(tensor)] = made[kept]
+    return copy_network(model, replaced)
+
+
+def copy_network(model: nn.Module, replaced: Mapping[int, Tensor] | None = None) -> nn.Module:
     """A deep copy, also of a network that was just trained.
 
-    shared: tensors to leave uncopied. Hooks such as torch's older weight and spectral norms keep a
-    computed weight in their module, which `copy.deepcopy` refuses; it is made again by every run.
+    replaced: by their id, tensors in whose place the copy has others. Hooks such as torch's older
+    weight and spectral norms keep a computed weight in their module, which `copy.deepcopy` refuses;
+    it is made again by every run.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    memo: dict[int, Any] = dict(replaced or {})
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, Tensor) and not value.is_leaf:

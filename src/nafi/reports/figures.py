@@ -5,6 +5,7 @@ Hides: matplotlib. Promises: each function draws one figure into one file, atomi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -104,13 +105,13 @@ _COLOURS = {
     "fedprox": "#c2809b",
 }
 _GREY = "#51606f"
-_UNCOLOURED = ("local", "ensemble", "all neurons")  # no method, or no single model
+_UNCOLOURED = ("local", "ensemble", "all")  # no method, or no single model
 _OTHERS = ("#2a9d9d", "#c28f2c", "#6b6ecf", "#a05195", "#5c8f4f")
 
 
 def _colour(method: str) -> str:
     """Of a method or a variant of it, like fedavg-wide; others' methods get one by their name."""
-    family = method.split("-")[0].split(",")[0]
+    family = re.split("[-, ]", method)[0]
     if family in _UNCOLOURED:
         return _GREY
     return _COLOURS.get(family, _OTHERS[crc32(family.encode()) % len(_OTHERS)])
@@ -167,6 +168,34 @@ def width_figure(
     axes.set_ylabel("accuracy, %")
     axes.legend(loc="lower right")
     return figure
+
+
+def methods_figure(panels: Mapping[str, Sequence[tuple[str, float, float]]]) -> Figure:
+    """Scores side by side: (method, mean, spread) from the top; a panel for each title."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    longest = max(len(points) for points in panels.values())
+    size = (5.4 * columns, (0.26 * longest + 0.9) * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (title, points) in zip(grid, panels.items(), strict=False):
+        _draw_methods(axes, points)
+        axes.set_title(title, fontsize="medium")
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _draw_methods(axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
+    """A bar for each method, with its spread and its mean in digits."""
+    for place, (method, mean, spread) in enumerate(points):
+        axes.barh(place, mean, xerr=spread, color=_colour(method), ecolor="#1b2430", height=0.7)
+        axes.annotate(
+            f" {mean:.1f}", (mean + spread, place), va="center", fontsize="small", color="#1b2430"
+        )
+    axes.set_yticks(range(len(points)), [method for method, _, _ in points], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(mean + spread for _, mean, spread in points) or 1)
 
 
 def rounds_figure(panels: Mapping[str, Mapping[str, Sequence[float]]], metric: str) -> Figure:

@@ -6,25 +6,46 @@ mean and spread over trials, never a single one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 Record = Mapping[str, Any]
 
-# A cell of a table: clients and hidden layers.
-CellKey = tuple[int, int]
+
+class CellKey(NamedTuple):
+    """What records must have in common to be one cell of a table, but for the method.
+
+    problem: where an experiment has several
+    """
+
+    clients: int
+    hidden: int
+    problem: str = ""
+
+    @classmethod
+    def of(cls, record: Record) -> CellKey:
+        return cls(record["clients"], record["hidden"], record.get("problem") or "")
+
+    @property
+    def in_paper(self) -> tuple[int, int]:
+        """What the paper tells apart."""
+        return self.clients, self.hidden
 
 
 @dataclass(frozen=True)
 class Paper:
     """What the paper has.
 
-    figures: cell -> method -> (mean, spread); samples: so many it trained on, None if not known
+    figures: (clients, hidden) -> method -> (mean, spread)
+    samples: so many it trained on, None if not known
     """
 
-    figures: Mapping[CellKey, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    figures: Mapping[tuple[int, int], Mapping[str, tuple[float, float]]] = field(
+        default_factory=dict
+    )
     samples: int | None = None
 
     @classmethod
@@ -61,6 +82,7 @@ _ORDER = (
     "nafi",
     "ensemble",
 )
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 # Not one model of the clients' making, so never the best of a row.
 NOT_COMPARED = ("local", "ensemble")
 
@@ -95,19 +117,19 @@ class TextTable:
 def by_cell(
     records: Iterable[Record], value: Callable[[Record], float]
 ) -> dict[CellKey, dict[str, Summary]]:
-    """(clients, hidden) -> method -> summary over trials, in the order of the records."""
+    """Cell -> method -> summary over trials."""
     values_of: dict[CellKey, dict[str, list[float]]] = {}
     for record in records:
-        row = values_of.setdefault((record["clients"], record["hidden"]), {})
+        row = values_of.setdefault(CellKey.of(record), {})
         row.setdefault(record["method"], []).append(value(record))
     return {
         key: {method: Summary.of(values) for method, values in row.items()}
-        for key, row in sorted(values_of.items(), key=lambda item: (item[0][1], item[0][0]))
+        for key, row in sorted(values_of.items(), key=lambda item: item[0][::-1])
     }
 
 
 def score_table(records: Sequence[Record], title: str, field: str = "test") -> TextTable:
-    """Mean ± spread: a row for each method, a column for each number of clients and layers."""
+    """Mean ± spread: a row for each method, a column for each cell."""
     cells = by_cell(records, lambda r: r[field])
     methods = in_order({r["method"] for r in records})
     rows = tuple((m, *(str(row.get(m, "")) for row in cells.values())) for m in methods)
@@ -124,7 +146,7 @@ def score_table(records: Sequence[Record], title: str, field: str = "test") -> T
 
 def _best_methods(row: Mapping[str, Summary]) -> list[str]:
     """The best of a cell, as far as its digits are shown; more than one if they are equal."""
-    shown = {m: round(s.mean, 2) for m, s in row.items() if m not in NOT_COMPARED}
+    shown = {m: round(s.mean, 2) for m, s in row.items() if family(m) not in NOT_COMPARED}
     return [m for m in shown if shown[m] == max(shown.values())] if len(shown) > 1 else []
 
 
@@ -134,13 +156,14 @@ def compared_table(records: Sequence[Record], paper: Paper) -> TextTable:
     The paper's nafi stands beside every variant of ours.
     """
     theirs = paper.figures
-    cells = {k: row for k, row in by_cell(records, lambda r: r["test"]).items() if k in theirs}
+    ours = by_cell(records, lambda r: r["test"])
+    cells = {key: row for key, row in ours.items() if key.in_paper in theirs}
 
     def text(method: str, key: CellKey) -> str:
-        family = "nafi" if method.startswith("nafi") else method
-        if method not in cells[key] or family not in theirs[key]:
+        name = "nafi" if method.startswith("nafi") else method
+        if method not in cells[key] or name not in theirs[key.in_paper]:
             return ""
-        return f"{cells[key][method].mean:.1f} ({theirs[key][family][0]:.1f})"
+        return f"{cells[key][method].mean:.1f} ({theirs[key.in_paper][name][0]:.1f})"
 
     named = [
         (m, *(text(m, key) for key in cells)) for m in in_order({r["method"] for r in records})
@@ -186,18 +209,36 @@ def width_table(records: Sequence[Record]) -> TextTable:
 
 def metric_of(records: Sequence[Record]) -> str:
     """What the numbers of the records are."""
-    return next((str(r["metric"]) for r in records if "metric" in r), "test accuracy")
+    return " or ".join(dict.fromkeys(str(r["metric"]) for r in records if "metric" in r)) or (
+        "test accuracy"
+    )
 
 
 def cell_name(key: CellKey) -> str:
     """What heads the column of a cell."""
-    return f"{key[0]} clients" + (f", {key[1]} hidden" if key[1] > 1 else "")
+    if key.problem:
+        return f"{key.problem}, {key.clients} clients"
+    return f"{key.clients} clients" + (f", {key.hidden} hidden" if key.hidden > 1 else "")
+
+
+def family(method: str) -> str:
+    """What a variant such as "nafi 2x" is a variant of."""
+    return re.split("[ ,]", method)[0]
 
 
 def in_order(methods: Iterable[str]) -> list[str]:
-    """Methods in the order in which they are best read; unknown ones by name at the end."""
+    """Methods in the order in which they are best read; unknown ones by name at the end.
+
+    Variants stand behind each other, by name and by the numbers in it.
+    """
     known = {method: place for place, method in enumerate(_ORDER)}
-    return sorted(methods, key=lambda m: (known.get(m, len(known)), m))
+    return sorted(methods, key=lambda m: (known.get(family(m), len(known)), _natural(m)))
+
+
+def _natural(name: str) -> list[tuple[str, float]]:
+    """A name as texts and the numbers that follow them."""
+    parts = [*_NUMBER.split(name), "-inf"]
+    return [(text, float(number)) for text, number in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def markdown(table: TextTable) -> str:

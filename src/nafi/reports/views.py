@@ -7,9 +7,8 @@ has nothing to show of them shows nothing, so any view goes with any experiment.
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from nafi.reports.records import (
     by_cell,
     cell_name,
     compared_table,
+    family,
     in_order,
     metric_of,
     score_table,
@@ -115,6 +115,28 @@ def _widths(material: Material) -> Iterator[TextTable | Figure]:
     yield width_table(material.records)
 
 
+@view("methods")
+def _methods(material: Material) -> Iterator[TextTable | Figure]:
+    """Mean and spread of every method: a panel for each cell."""
+    panels = {}
+    for key, row in by_cell(material.records, lambda r: r["test"]).items():
+        metric = metric_of([r for r in material.records if CellKey.of(r) == key])
+        points = [(m, row[m].mean, row[m].spread or 0.0) for m in in_order(row)]
+        panels[f"{cell_name(key)}: {metric}, %"] = points
+    if panels:
+        yield figures.methods_figure(panels)
+
+
+@view("parameters")
+def _parameters(material: Material) -> Iterator[TextTable | Figure]:
+    """How large the fused networks are."""
+    sized = [r for r in material.records if r.get("parameters")]
+    if sized:
+        thousands = [{**r, "thousands": r["parameters"] / 1000} for r in sized]
+        table = score_table(thousands, "Parameters, thousands", "thousands")
+        yield replace(table, best=frozenset())
+
+
 @view("size")
 def _size(material: Material) -> Iterator[TextTable | Figure]:
     """ln(J / sum J_s), as the paper's figure has it."""
@@ -179,13 +201,13 @@ def _width(material: Material) -> Iterator[TextTable | Figure]:
     for method in in_order({r["method"] for r in records}):
         runs = [r for r in records if r["method"] == method]
         accuracy = Summary.of([r["test"] for r in runs])
-        family = re.split(r"[, ]", method)[0]
-        factor = float("nan") if family == "ensemble" else _mean_factor(runs)
-        if family in ("ensemble", "all"):  # as wide as can be: what others fall short of
+        kind = family(method)
+        factor = float("nan") if kind == "ensemble" else _mean_factor(runs)
+        if kind in ("ensemble", "all"):  # as wide as can be: what others fall short of
             ceilings[method] = accuracy.mean
         else:
             point = (factor, accuracy.mean, accuracy.spread or 0.0)
-            series.setdefault(family, []).append(point)
+            series.setdefault(kind, []).append(point)
         rows.append((method, "" if np.isnan(factor) else f"{factor:.2f}x", str(accuracy)))
     headings = ("method", "width", "test accuracy")
     yield TextTable("Accuracy against width", headings, tuple(rows))

@@ -1,0 +1,344 @@
+"""The last layer, solved from sums over all clients' labelled data.
+
+Hides: batches, labels and how sums become weights. Promises: clients give sums only; the solution
+depends on all samples together, not on how they fell to clients, but for one number, the scale,
+which says how sure the network may be; only its last layer changes; sums of another are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nafi.errors import InputError, SpecError
+from nafi.fusion.discriminant import Discriminant, choose_ridge, unit_of
+from nafi.fusion.last_layer import Head, LastLayer, Seen, find_head, fingerprint, watched
+from nafi.fusion.networks import FusionWarning
+from nafi.fusion.statistics import RIDGES, LayerStatistics
+from nafi.graph import Product, copy_network, named_tensors
+
+# Of an input with many outputs, such as the pixels of an image, at most so many are summed.
+PLACES = 256
+# A client's sums over fewer samples of a class come close to showing each of them.
+FEW = 10
+# Factors of log likelihoods that clients try, on so many samples at least and at most, held out in
+# turn. With fewer, a client's own fit says nothing of the one to all clients' samples.
+SCALES = tuple(2.0 ** (k / 8) for k in range(-32, 17))
+_LEAST_TRIED, _MOST_TRIED, _FOLDS = 50, 4096, 5
+# What torch's losses leave out.
+_IGNORED = -100
+
+
+@dataclass(frozen=True, eq=False)
+class HeadStatistics:
+    """Sums over labelled samples at the last layer of a network.
+
+    gram: (K, K) sum of h h^T of what the layer reads; cross: (K, C) sum of h for each class
+    class_counts: (C,) samples of each class; a network with one output has the classes 0 and 1
+    losses: (len(SCALES),) of held-out samples, if log likelihoods are scaled so; zeros if unknown
+    body: tells whether all other tensors of two networks are the same
+    """
+
+    layer: LastLayer
+    body: str
+    gram: Tensor
+    cross: Tensor
+    class_counts: Tensor
+    losses: Tensor
+
+    @property
+    def samples(self) -> int:
+        return int(self.class_counts.sum())
+
+    @property
+    def sums(self) -> LayerStatistics:
+        """Of a layer whose outputs are to be one for the sample's class and zero for others."""
+        counts = self.class_counts[None]
+        inputs = self.cross.sum(dim=1)[None]
+        return LayerStatistics(
+            self.gram[None], self.cross[None], inputs, counts, counts, counts.sum(dim=1)
+        )
+
+    def __add__(self, other: HeadStatistics) -> HeadStatistics:
+        if (self.layer, self.body) != (other.layer, other.body) or (
+            self.cross.shape != other.cross.shape
+        ):
+            raise InputError("statistics of different networks cannot be added")
+        return HeadStatistics(
+            self.layer,
+            self.body,
+            self.gram + other.gram,
+            self.cross + other.cross,
+            self.class_counts + other.class_counts,
+            self.losses + other.losses,
+        )
+
+
+# ------------------------------------------------------------------------------ a client
+
+
+def statistics(
+    model: nn.Module, batches: Iterable[Any], *, labels: bool | str = True
+) -> HeadStatistics:
+    """Sums of a client's labelled data, from which `nafi.solve_head` solves the last layer.
+
+    batches: tuples (inputs, ..., labels) as a DataLoader gives, or dicts of inputs and labels
+    labels: the name of the labels in dicts; True for "labels"
+
+    Labels are classes, one for each output of the last layer; -100 for those to leave out. For a
+    network with one output they are 0 or 1.
+    """
+    if labels is False:
+        raise InputError("labels: the last layer is solved from labels, so there must be some")
+    key = labels if isinstance(labels, str) else "labels"
+    head: Head | None = None
+    parts: list[HeadStatistics] = []
+    tried = _Tried()
+    for number, batch in enumerate(batches):
+        inputs, wanted = _inputs_and_labels(batch, key)
+        head = head or find_head(model, inputs)
+        read, targets = _labelled_rows(model, head, inputs, wanted, number)
+        tried.add(read, targets)
+        parts = [reduce(add, [*parts, _sums(head.layer, read, targets)])]
+    if not parts or not parts[0].samples:
+        raise InputError("statistics: found no batch with labels, expected (inputs, labels)")
+    _warn_of_few(parts[0])
+    body = fingerprint(model, parts[0].layer)
+    return replace(parts[0], body=body, losses=tried.losses())
+
+
+def _sums(layer: LastLayer, read: Tensor, targets: Tensor) -> HeadStatistics:
+    """read: (M, K) what the layer reads; targets: (M, C) one-hot."""
+    gram, cross = read.mT @ read, read.mT @ targets
+    unknown = torch.zeros(len(SCALES), dtype=torch.float64)
+    return HeadStatistics(layer, "", gram, cross, targets.sum(dim=0), unknown)
+
+
+def _warn_of_few(total: HeadStatistics) -> None:
+    few = {k: int(n) for k, n in enumerate(total.class_counts.tolist()) if 0 < n < FEW}
+    if few:
+        counts = ", ".join(f"{n} of class {k}" for k, n in few.items())
+        warnings.warn(
+            f"the sums are over few samples ({counts}): whoever reads them learns the mean of what "
+            "the last layer reads for those; leave such classes out (-100) if that is too much",
+            FusionWarning,
+            stacklevel=3,
+        )
+
+
+def _inputs_and_labels(batch: Any, key: str) -> tuple[Any, Tensor]:
+    if isinstance(batch, Mapping) and key in batch:
+        inputs: Any = {name: value for name, value in batch.items() if name != key}
+        labels = batch[key]
+    elif isinstance(batch, list | tuple) and len(batch) > 1:
+        inputs, labels = tuple(batch[:-1]), batch[-1]
+    else:
+        raise InputError(
+            f"a batch is {type(batch).__name__}: expected (inputs, labels), or a dict with {key!r}"
+        )
+    try:
+        return inputs, torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"labels: found {type(labels).__name__}, expected a tensor") from None
+
+
+def _labelled_rows(
+    model: nn.Module, head: Head, inputs: Any, labels: Tensor, seed: int
+) -> tuple[Tensor, Tensor]:
+    """What the last layer reads, (M, K), and what it should say, (M, C) one-hot."""
+    found: list[Seen] = []
+    most = PLACES * (len(labels) if labels.ndim else 1)
+
+    def visit(product: Product) -> None:
+        if product.name == head.layer.weight:
+            found.append(Seen.of(product, most, seed))
+
+    outputs, _ = watched(model, inputs, visit)
+    if len(found) != 1 or not head.makes(named_tensors(model), found[0], outputs):
+        raise SpecError(
+            f"{head.layer.weight} does not only make the outputs of the network, or not for every "
+            "batch: it cannot be solved"
+        )
+    classes = _classes(head, outputs, labels)[found[0].rows]
+    kept = classes != _IGNORED
+    read = found[0].read.cpu().double()[kept]
+    return read, F.one_hot(classes[kept], head.classes(outputs)).double()
+
+
+def _classes(head: Head, outputs: Tensor, labels: Tensor) -> Tensor:
+    """(places,) the class of each of the layer's outputs."""
+    expected, classes = head.by_class(outputs).shape[:-1], head.classes(outputs)
+    if _sizes(labels.shape) != _sizes(expected):
+        raise InputError(
+            f"labels: found shape {tuple(labels.shape)}, expected {tuple(expected)}: a class for "
+            f"each of the outputs, of shape {tuple(outputs.shape)}"
+        )
+    flat = labels.detach().cpu().flatten()
+    whole = flat.long()
+    fits = ((whole >= 0) & (whole < classes)) | (whole == _IGNORED)
+    if not bool((fits & (whole == flat)).all()):
+        wrong = flat[~(fits & (whole == flat))][0].item()
+        raise InputError(
+            f"labels: found {wrong}, expected whole numbers from 0 to {classes - 1}, or -100 for "
+            "those to leave out"
+        )
+    return whole
+
+
+def _sizes(shape: Sequence[int]) -> list[int]:
+    """Without axes of one place, which masks have or do not have."""
+    return [size for size in shape if size != 1]
+
+
+class _Tried:
+    """Some of a client's samples, on which scales are tried; all are as likely to be among them."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.drawn: Tensor | None = None
+        self.read, self.targets = torch.empty(0), torch.empty(0)
+
+    def add(self, read: Tensor, targets: Tensor) -> None:
+        drawn = torch.rand(len(read), generator=self.generator)
+        if self.drawn is not None:
+            drawn = torch.cat([self.drawn, drawn])
+            read, targets = torch.cat([self.read, read]), torch.cat([self.targets, targets])
+        kept = drawn.argsort()[:_MOST_TRIED]
+        self.drawn, self.read, self.targets = drawn[kept], read[kept], targets[kept]
+
+    def losses(self) -> Tensor:
+        """(len(SCALES),) each part judged by what the client's other parts make of it."""
+        if len(self.read) < _LEAST_TRIED or int((self.targets.sum(dim=0) > 0).sum()) < 2:
+            return torch.zeros(len(SCALES), dtype=torch.float64)
+        parts = list(zip(self.read.chunk(_FOLDS), self.targets.chunk(_FOLDS), strict=True))
+        sums = [LayerStatistics.of(read[None], targets[None]) for read, targets in parts]
+        ridge = choose_ridge(reduce(add, sums))
+        total = torch.zeros(len(SCALES), dtype=torch.float64)
+        for held, (read, targets) in enumerate(parts):
+            fit = Discriminant.of(reduce(add, sums[:held] + sums[held + 1 :]), ridge)
+            found = fit.likelihoods(read)
+            total += torch.stack(
+                [-((s * found + fit.priors).log_softmax(1) * targets).sum() for s in SCALES]
+            )
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFit:
+    """A solved last layer: weights (K, C) and bias (C,) of log odds, and how they were found.
+
+    scale: of log likelihoods, which are too sure of themselves where inputs are not Gaussian
+    """
+
+    weights: Tensor
+    bias: Tensor
+    ridge: float
+    scale: float
+    samples: int
+
+
+def fit_head(statistics: HeadStatistics) -> HeadFit:
+    """The discriminant of all samples, in units that make a softmax mean what it says."""
+    sums = statistics.sums
+    ridge = choose_ridge(sums)
+    scale = 1.0
+    if bool(statistics.losses.any()):
+        scale = SCALES[int(statistics.losses.argmin())]
+    else:
+        warnings.warn(
+            "no client has several classes and enough samples to say how sure the network may be: "
+            "its probabilities may be too near to 0 and 1",
+            FusionWarning,
+            stacklevel=3,
+        )
+    weights, bias = Discriminant.of(sums, ridge).affine(scale)
+    if statistics.layer.bias is None:
+        weights = weights + _nearest_to_one(sums)[:, None] * bias
+    return HeadFit(weights, bias, ridge, scale, statistics.samples)
+
+
+def _nearest_to_one(sums: LayerStatistics) -> Tensor:
+    """(K,) weights whose output is as nearly one as it can be: they stand for a bias."""
+    gram = sums.gram[0].clone()
+    gram.diagonal().add_(min(RIDGES) * unit_of(sums))
+    nearest: Tensor = torch.linalg.solve(gram, sums.sums[0])
+    return nearest
+
+
+def solve_head(model: nn.Module, statistics: Sequence[HeadStatistics]) -> nn.Module:
+    """A copy of the network with the last layer that fits the data of all clients.
+
+    statistics: what `nafi.statistics` gave each client for this network
+    """
+    total = add_statistics(statistics)
+    check_statistics(model, total)
+    fit = _finite_fit(total)
+    solved = copy_network(model)
+    tensors = named_tensors(solved)
+    weight = tensors[total.layer.weight].detach().movedim(total.layer.axis, 0)
+    weights, bias = fit.weights.mT, fit.bias
+    if len(weight) == 1:  # the odds of 1 against 0
+        weights, bias = weights[1:] - weights[:1], bias[1:] - bias[:1]
+    weight.copy_(weights.reshape(weight.shape))
+    if total.layer.bias is not None:
+        tensors[total.layer.bias].detach().copy_(bias)
+    return solved
+
+
+def _finite_fit(statistics: HeadStatistics) -> HeadFit:
+    try:
+        fit = fit_head(statistics)
+    except RuntimeError:  # torch finds no solution
+        fit = None
+    if fit is None or not all(bool(t.float().isfinite().all()) for t in (fit.weights, fit.bias)):
+        raise InputError(
+            "the statistics give no finite weights: some client's sums are absurdly large or small"
+        )
+    return fit
+
+
+def add_statistics(statistics: Sequence[HeadStatistics]) -> HeadStatistics:
+    """Of all clients together."""
+    if isinstance(statistics, HeadStatistics):
+        return statistics
+    if not statistics or not all(isinstance(each, HeadStatistics) for each in statistics):
+        raise InputError("statistics: expected a list of what nafi.statistics gives")
+    return reduce(add, statistics)
+
+
+def check_statistics(model: nn.Module, statistics: HeadStatistics) -> None:
+    """Refuse sums that are not of this network."""
+    tensors, layer = named_tensors(model), statistics.layer
+    inputs, classes = statistics.cross.shape
+    weight = tensors.get(layer.weight)
+    bias = None if layer.bias is None else tensors.get(layer.bias)
+    widths = (1, 2) if classes == 2 else (classes,)
+    fits = (
+        weight is not None
+        and layer.axis < weight.ndim
+        and weight.shape[layer.axis] in widths
+        and weight.numel() == inputs * weight.shape[layer.axis]
+        and (layer.bias is None or _shape(bias) == (weight.shape[layer.axis],))
+    )
+    if not fits:
+        raise InputError(
+            f"the statistics are for a layer {layer.weight} of {inputs} inputs and {classes} "
+            f"classes, which {type(model).__name__} does not have"
+        )
+    if fingerprint(model, layer) != statistics.body:
+        raise InputError(
+            "the statistics are of another network: every client must run nafi.statistics on the "
+            "network whose last layer is solved"
+        )
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)

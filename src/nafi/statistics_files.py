@@ -1,0 +1,143 @@
+"""Clients' sums in files.
+
+Hides: safetensors and the checks of what strangers send. Promises: what is read could be the sums
+of some samples, or a `CheckpointError` names the file and what is wrong; nothing is ever unpickled;
+files are written completely or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nafi.errors import CheckpointError, InputError, unlike
+from nafi.files import atomic_path
+from nafi.fusion import SCALES, HeadStatistics, LastLayer
+from nafi.version import __version__
+
+_KEY = "nafi-statistics"
+_FORMAT = 1
+_TENSORS = ("gram", "cross", "class_counts", "losses")
+_FIELDS = ("format", "version", "weight", "bias", "axis", "body")
+# Sums in double precision are symmetric and positive up to this share.
+_ROUNDING = 1e-8
+_MOST_SAMPLES = 2.0**53  # beyond, doubles skip whole numbers
+
+
+def save_statistics(
+    statistics: HeadStatistics, path: str | Path, *, overwrite: bool = False
+) -> None:
+    """Write what `nafi.statistics` gave, for `nafi.load_statistics`; 8 K^2 bytes for K inputs."""
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise InputError(f"{target} exists already; choose another name, or overwrite it")
+    layer = statistics.layer
+    fields = {
+        "format": _FORMAT,
+        "version": __version__,
+        "weight": layer.weight,
+        "bias": layer.bias,
+        "axis": layer.axis,
+        "body": statistics.body,
+    }
+    tensors = {name: getattr(statistics, name).contiguous() for name in _TENSORS}
+    with atomic_path(target) as partial:
+        save_file(tensors, partial, metadata={_KEY: json.dumps(fields)})
+
+
+def load_statistics(path: str | Path) -> HeadStatistics:
+    """The sums of a client, checked as far as can be without its network."""
+    file = Path(path)
+    if not file.is_file():
+        kind = "is a folder" if file.is_dir() else "does not exist"
+        raise CheckpointError(f"{file} {kind}; expected a file of nafi statistics")
+    try:
+        with safe_open(file, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; was it cut off?") from None
+    if _KEY not in metadata:
+        raise CheckpointError(f"{file} holds no statistics; was it written by nafi statistics?")
+    try:
+        layer, body = _layer(metadata[_KEY])
+        _check_tensors(tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    return HeadStatistics(layer, body, **tensors)
+
+
+def _layer(text: str) -> tuple[LastLayer, str]:
+    """Which layer the sums are for, and the fingerprint of the network below it."""
+    try:
+        fields = json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
+        raise ValueError("it is of a format that this version of nafi does not read")
+    difference = unlike(fields, dict.fromkeys(_FIELDS))
+    if difference:
+        raise ValueError(f"what it says about itself {difference}")
+    weight, bias, axis, body = (fields[name] for name in ("weight", "bias", "axis", "body"))
+    _expect(_is_text(weight), "weight", weight, "a name")
+    _expect(bias is None or _is_text(bias), "bias", bias, "a name or null")
+    _expect(type(axis) is int and 0 <= axis < 8, "axis", axis, "a whole number")
+    is_digest = _is_text(body) and re.fullmatch("[0-9a-f]{64}", body) is not None
+    _expect(is_digest, "body", body, "64 hexadecimal digits")
+    return LastLayer(weight, bias, axis), body
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _expect(holds: bool, name: str, found: Any, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: found {ascii(found)[:60]}, expected {expected}")
+
+
+def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
+    """Whether these are sums of some samples; a `ValueError` names what is not."""
+    difference = unlike(tensors, dict.fromkeys(_TENSORS))
+    if difference:
+        raise ValueError(f"it {difference}")
+    inputs, classes = (*tensors["cross"].shape, 0, 0)[:2]
+    shapes = [(inputs, inputs), (inputs, classes), (classes,), (len(SCALES),)]
+    for name, shape in zip(_TENSORS, shapes, strict=True):
+        tensor = tensors[name]
+        _expect(tensor.dtype == torch.float64, name, tensor.dtype, "float64")
+        _expect(tuple(tensor.shape) == shape, name, tuple(tensor.shape), f"shape {shape}")
+        _expect(bool(tensor.isfinite().all()), name, "infinity or NaN", "numbers")
+    _expect(inputs > 0 and classes > 1, "cross", (inputs, classes), "inputs and two classes")
+    counts = tensors["class_counts"]
+    whole = bool(((counts >= 0) & (counts == counts.floor())).all())
+    _expect(whole, "class_counts", counts.tolist(), "whole numbers")
+    _expect(1 <= float(counts.sum()) < _MOST_SAMPLES, "class_counts", counts.tolist(), "samples")
+    _expect(bool((tensors["losses"] >= 0).all()), "losses", "less than 0", "sums of losses")
+    if not _are_sums(tensors["gram"], tensors["cross"], counts):
+        raise ValueError(
+            "gram, cross and class_counts are no sums over samples: together they must be "
+            "symmetric and positive semidefinite"
+        )
+
+
+def _are_sums(gram: Tensor, cross: Tensor, counts: Tensor) -> bool:
+    """Whether there are samples with these sums of h h^T, h y^T and y y^T."""
+    products = torch.cat(
+        [torch.cat([gram, cross], dim=1), torch.cat([cross.mT, counts.diag()], dim=1)]
+    )
+    sizes = products.diagonal().clamp(min=0).sqrt()
+    sizes = torch.where(sizes > 0, sizes, 1.0)
+    products = products / sizes / sizes[:, None]
+    if not bool(((products - products.mT).abs() <= _ROUNDING).all()):
+        return False
+    products.diagonal().add_(len(products) * _ROUNDING)
+    return int(torch.linalg.cholesky_ex(products).info) == 0
