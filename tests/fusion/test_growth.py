@@ -243,3 +243,26 @@ def test_normalised_weights_apart_are_their_mean(old: bool) -> None:
     assert not shared
     wanted = sum(model(inputs.double()) for model in models) / 2
     assert torch.allclose(fused(inputs.double()), wanted, atol=1e-10)
+
+
+class FixedSlices(nn.Module):
+    """The first two channels are treated in their own way, wherever the others begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        return self.head(torch.cat([x[:, :2].tanh(), x[:, 2:].relu()], dim=1))
+
+
+def test_channels_that_the_code_counts_do_not_grow() -> None:
+    """New channels are zero, so that only another order shows what the code makes of them."""
+    torch.manual_seed(0)
+    model, inputs = FixedSlices().eval(), (torch.randn(5, 4),)
+    spec = nafi.groups(model, inputs)
+    assert sorted(spec.widths.values()) == [2, 4]
+    first = next(name for name, width in spec.widths.items() if width == 2)
+    assert growth(model, spec).fixed.get(first) == "its code fixes the width"

@@ -340,6 +340,17 @@ def test_rebasin_brings_models_closer_than_any_other_order() -> None:
     assert [two.index(one[i]) for i in range(4)] == list(best)
 
 
+def test_an_ensemble_can_weigh_classes_by_who_has_seen_them() -> None:
+    models = [seeded(s, 8, 12, 3) for s in range(2)]
+    counts = [[30, 0, 10], [10, 50, 0]]
+    fused = nafi.fuse(models, INPUTS, "ensemble", weigh_by="counts", class_counts=counts).model
+    one, two = (model(*INPUTS) for model in models)
+    expected = torch.tensor([0.75, 0, 1]) * one + torch.tensor([0.25, 1, 0]) * two
+    assert torch.allclose(fused(*INPUTS), expected, atol=1e-6)
+    with pytest.raises(InputError, match="does not use them"):
+        nafi.fuse(models, INPUTS, "ensemble", class_counts=counts)
+
+
 def test_an_ensemble_is_the_mean() -> None:
     models = [seeded(s, 8, 4, 3) for s in range(3)]
     with torch.no_grad():

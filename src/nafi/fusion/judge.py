@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
-from nafi.fusion.ensemble import EnsembleNetwork
+from nafi.fusion.ensemble import EnsembleNetwork, weighted_mean
 from nafi.fusion.method import Progress
 from nafi.fusion.networks import FusionWarning
 from nafi.fusion.probe import batch_size
@@ -66,26 +66,15 @@ def score_clients(
     return Scores(tuple(found), ensemble, -inf, clients.names)
 
 
-class _Ensemble(EnsembleNetwork):
-    """All clients side by side, each with the weight that it has in the fusion.
+def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate) -> float | None:
+    """Of all clients side by side, each with the weight that it has in the fusion.
 
     A fusion that knows who has seen which class would look better than it is beside an ensemble
     that does not.
     """
-
-    def __init__(self, clients: Clients) -> None:
-        models = [copy_network(model) for model in clients.models]
-        super().__init__(models, [], "logits")
-        self.clients = clients
-
-    def _mean(self, tensors: list[Any]) -> Any:
-        if not isinstance(tensors[0], Tensor) or not tensors[0].is_floating_point():
-            return tensors[0]
-        return _mean(torch.stack(tensors), self.clients)
-
-
-def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate) -> float | None:
-    network = _Ensemble(clients).eval()
+    models = [copy_network(model) for model in clients.models]
+    weights = clients.model_weights, clients.class_weights
+    network = EnsembleNetwork(models, "logits", *weights).eval()
     try:
         leaves = _leaves(network, example_inputs)
     except (RuntimeError, ValueError, TypeError):  # outputs of different shapes, say
@@ -109,7 +98,8 @@ def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | 
     shapes = [[leaf.shape for leaf in leaves] for leaves in outputs]
     if any(found != shapes[0] for found in shapes) or not _averages(outputs[0]):
         return None
-    mean = [_mean(torch.stack(leaves), clients) for leaves in zip(*outputs, strict=True)]
+    weights = clients.model_weights, clients.class_weights
+    mean = [weighted_mean(torch.stack(leaves), *weights) for leaves in zip(*outputs, strict=True)]
     classes = len(mean) == 1 and mean[0].ndim == 2 and mean[0].shape[1] > 1
     compare = _same_classes if classes else _explained
     return Agreement(
@@ -127,16 +117,6 @@ def _leaves(model: nn.Module, inputs: Inputs) -> list[Tensor]:
         outputs: Any = call(model, inputs)
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     return [leaf.cpu().double() if leaf.is_floating_point() else leaf.cpu() for leaf in leaves]
-
-
-def _mean(outputs: Tensor, clients: Clients) -> Tensor:
-    """Of (S, ...) outputs, each class by who has seen it if the outputs are classes."""
-    weights, classes = clients.model_weights, clients.class_weights
-    form = [len(clients)] + [1] * (outputs.ndim - 1)
-    if classes is not None and outputs.ndim > 2 and outputs.shape[2] == classes.shape[1]:
-        weights, form[2] = classes, classes.shape[1]
-    shares = torch.from_numpy(weights).reshape(form).to(outputs)
-    return (shares * outputs).sum(dim=0) / len(clients)
 
 
 def _averages(leaves: Sequence[Tensor]) -> bool:
