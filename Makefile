@@ -6,7 +6,8 @@ PIP := $(BIN)/pip --disable-pip-version-check
 THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-fast test-machines test-browser test-federation fuzz lint bench format venv clean
+.PHONY: demo test test-fast test-machines test-browser test-federation fuzz lint bench support-matrix \
+	format venv clean
 
 demo: .venv/ready
 	$(BIN)/nafi demo
@@ -53,6 +54,11 @@ bench: .venv/ready-dev
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/federated.py
 
+# 175 networks of other packages, and docs/support.md; an hour. ONLY='timm/*' examines some again,
+# RESUME=--resume goes on after an interruption.
+support-matrix: build/support/ready
+	$(THREADS) $(BIN)/python -m tests.support --packages build/support --only '$(or $(ONLY),*)' $(RESUME)
+
 format: .venv/ready-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -60,7 +66,7 @@ format: .venv/ready-dev
 venv: .venv/ready-dev
 
 clean:
-	rm -rf .venv
+	rm -rf .venv build/support
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nafi needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
@@ -70,4 +76,8 @@ clean:
 
 .venv/ready-dev: .venv/ready
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+build/support/ready: tests/support/requirements.txt .venv/ready-dev
+	$(PIP) install --quiet --no-deps --upgrade --target build/support --requirement $<
 	touch $@

@@ -8,17 +8,16 @@ side by side, and whatever reads hidden neurons must read a share of each model.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nafi.fusion import FusionWarning, Networks, check_clients, prepare_networks
-from nafi.fusion.merge import finished_network, merged_network
-from nafi.graph import ModelSpec, Positions, SpecWarning, groups
+from nafi.fusion import FusionWarning
+from nafi.graph import SpecWarning, groups
 from nafi.graph.check import in_general_position
+from tests.fusion.apart import prepared, shared_groups, side_by_side
 from tests.graph import zoo
 
 NAMES = [entry.name for entry in zoo.OURS + zoo.FOREIGN]
@@ -31,42 +30,11 @@ AVERAGED = {"grouped_conv", "dict_outputs", "monai_unet", "spatial_transformer",
 AVERAGED |= {"bert_eager", "bert_sdpa", "gpt2"}
 
 
-def apart(networks: Networks, shared: Sequence[str]) -> list[dict[str, Positions]]:
-    """Each model's neurons behind those of the models before; groups in `shared` in one place."""
-    count = len(networks.specs)
-    placements = []
-    for s, spec in enumerate(networks.specs):
-        places = {}
-        for name, group in spec.groups.items():
-            together = name in shared or group.parent is not None
-            index = torch.arange(group.width) + (0 if together else s * group.width)
-            if group.parent is not None:
-                index = index.expand(spec.groups[group.parent].width, -1)
-            places[name] = Positions(index, group.width * (1 if together else count))
-        placements.append(places)
-    return placements
-
-
 def outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     with torch.no_grad():
         result = model(*inputs)
     leaves = torch.utils._pytree.tree_leaves(result)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def fuse_apart(
-    models: list[nn.Module], inputs: tuple[Tensor, ...], spec: ModelSpec
-) -> tuple[nn.Module, list[str]]:
-    """The models side by side, and the groups that had to be shared: their width cannot change."""
-    clients = check_clients(models, None, None, None)
-    networks = prepare_networks(clients, inputs, spec, "attach")
-    shared = list(networks.fixed_widths)
-    shared += [name for name, g in networks.spec.groups.items() if g.parent in shared]
-    placements = apart(networks, shared)
-    widths = {name: place.width for name, place in placements[0].items()}
-    model = merged_network(networks, placements, widths, restore_norm=False)
-    model, _, _ = finished_network(networks, placements, widths, model)
-    return model, shared
 
 
 # One of each kind for the inner loop.
@@ -91,11 +59,12 @@ def test_models_apart_are_their_mean(name: str) -> None:
         warnings.simplefilter("ignore", FusionWarning)
         spec = replace(groups(model, inputs, check=False), example_inputs=doubles)
         other = in_general_position(model.eval(), torch.float64, generator)
-        fused, shared = fuse_apart([one, other], doubles, spec)
+        networks = prepared([one, other], doubles, spec)
+        shared = shared_groups(networks)
         if shared or name in AVERAGED:
             # Neurons whose width cannot change are averaged, too: equal models, all else apart.
-            fused, _ = fuse_apart([one, one], doubles, spec)
-            other = one
+            other, networks = one, prepared([one, one], doubles, spec)
+        fused = side_by_side(networks, shared)
     expected = [
         (a + b) / 2 for a, b in zip(outputs(one, doubles), outputs(other, doubles), strict=True)
     ]

@@ -104,7 +104,7 @@ def test_keeping_all_neurons_is_the_class_weighted_ensemble() -> None:
         for s in (0, 1)
     ]
     state = merge_tensors(networks, apart, restore_norm=True)
-    fused, _, _ = networks.build(state, {"layers.0": 6, "layers.1": 4})
+    fused = networks.build(state, {"layers.0": 6, "layers.1": 4})
     shares = torch.tensor(COUNTS).float() / torch.tensor(COUNTS).float().sum(dim=0)
     with torch.no_grad():
         expected = sum(share * model(*INPUTS) for share, model in zip(shares, models, strict=True))
