@@ -72,7 +72,7 @@ def page(records: list[Record], seconds: int, gigabytes: int) -> str:
         "## What fails\n",
         failures(records) or "Nothing.",
         "\n## What is left unmatched\n",
-        "Networks with a coverage below 90 percent, and what keeps most of their neurons in place.\n",
+        "Networks with a coverage below 90 percent, and what keeps most of it in place.\n",
         gaps(records) or "None.",
     ]
     return "\n".join(parts) + "\n"
