@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,9 +113,23 @@ class Subject:
 
 def traced(subject: Subject) -> Record:
     """`nafi.groups` with its self-test."""
-    spec = subject.spec
-    share = spec.coverage(named_tensors(subject.one))
-    return {"traced": True, "groups": len(spec.groups), "coverage": round(share, 4)}
+    spec, state = subject.spec, named_tensors(subject.one)
+    share = round(spec.coverage(state), 4)
+    return {
+        "traced": True,
+        "groups": len(spec.groups),
+        "coverage": share,
+        "left": left(spec, state),
+    }
+
+
+def left(spec: ModelSpec, state: Mapping[str, Tensor]) -> str:
+    """What keeps the most numbers out of all groups, or their tensors from being covered."""
+    numbers: Counter[str] = Counter()
+    for pin in spec.pinned:
+        if pin.op is not None or not spec.tensors[pin.tensor].groups:
+            numbers[short(pin.reason)] += state[pin.tensor].numel()
+    return next((reason for reason, _ in numbers.most_common(1)), "")
 
 
 def permuted(subject: Subject) -> Record:
@@ -186,12 +201,10 @@ def examine(network: Network) -> Iterator[Record]:
     record["precision"] = str(subject.dtype).removeprefix("torch.")
     for step in STEPS:
         begun = time.process_time()
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             record |= attempt(step, subject, record)
         record["seconds"][step.__name__] = round(time.process_time() - begun, 2)
-        if step is traced:
-            record["warnings"] = [short(str(w.message)) for w in said if _is_ours(w)]
         yield record
         if not record["traced"]:
             return
@@ -213,10 +226,6 @@ def failed(record: Record, step: str, error: str, text: str, *, foreign: bool = 
 def short(text: str) -> str:
     """The beginning of a text, and files of it without the folders of this machine."""
     return re.sub(r"(/[^\s/()]+)+/(?=[^\s/()]+\.py)", "", text)[:300]
-
-
-def _is_ours(warning: warnings.WarningMessage) -> bool:
-    return warning.category.__module__.startswith("nafi")
 
 
 def attempt(step: Callable[[Subject], Record], subject: Subject, record: Record) -> Record:

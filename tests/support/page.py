@@ -72,7 +72,7 @@ def page(records: list[Record], seconds: int, gigabytes: int) -> str:
         "## What fails\n",
         failures(records) or "Nothing.",
         "\n## What is left unmatched\n",
-        "Networks with a coverage below 90 percent, and what `nafi.groups` says about them.\n",
+        "Networks with a coverage below 90 percent, and what keeps most of it in place.\n",
         gaps(records) or "None.",
     ]
     return "\n".join(parts) + "\n"
@@ -155,9 +155,9 @@ def failures_of(record: Record) -> list[str]:
 
 
 def gaps(records: list[Record]) -> str:
-    """The networks of which a part is left as it is, with the first reasons."""
+    """The networks of which much is left as it is, with the main reason."""
     partly = [r for r in records if r["traced"] and r["coverage"] < 0.9]
-    return listed(partly, lambda r: r["warnings"][:2] or ["the network returns its hidden states"])
+    return listed(partly, lambda r: [f"{r['coverage']:.1%}, {r['left']}"])
 
 
 def listed(records: list[Record], texts: Callable[[Record], list[str]]) -> str:
