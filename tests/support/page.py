@@ -23,7 +23,7 @@ precision, each in a process of its own (at most {seconds} seconds and {gigabyte
 
 | column | what is examined |
 | --- | --- |
-| coverage | share of the parameters in tensors with at least one group |
+| coverage | share of the parameters in tensors with groups, none of whose axes was given up |
 | permuted | all groups in another order: the same outputs |
 | copies | two permuted copies, fused by `nafi.fuse`: the same outputs |
 | apart | two independent models, all neurons kept apart: the mean of their outputs |
