@@ -157,6 +157,6 @@ def test_the_page_names_every_failure() -> None:
 def test_the_page_is_that_of_the_records() -> None:
     known = list(matrix.read(matrix.RECORDS))
     assert matrix.PAGE.read_text(encoding="utf-8") == matrix.rendered(known)
-    assert {record["network"] for record in known} == set(BY_LABEL)
+    assert {record["network"] for record in known} <= set(BY_LABEL)
     assert len(known) >= 80
     assert len({page.package(record) for record in known}) >= 6
