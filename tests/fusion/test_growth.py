@@ -15,8 +15,8 @@ from torch import nn
 import nafi
 from nafi.fusion import FusionResult, FusionWarning
 from nafi.graph import growth
+from tests.fusion.apart import prepared, shared_groups, side_by_side
 from tests.fusion.networks import gap
-from tests.fusion.test_apart import fuse_apart
 from tests.graph import zoo
 
 
@@ -237,10 +237,10 @@ def test_normalised_weights_grow(old: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 def test_normalised_weights_apart_are_their_mean(old: bool) -> None:
     models, inputs = [normalised(old).double().eval() for _ in range(2)], torch.randn(2, 3, 9)
-    fused, shared = fuse_apart(
-        models, (inputs.double(),), nafi.groups(models[0], (inputs.double(),))
-    )
-    assert not shared
+    doubles = (inputs.double(),)
+    networks = prepared(models, doubles, nafi.groups(models[0], doubles))
+    assert not shared_groups(networks)
+    fused = side_by_side(networks, ())
     wanted = sum(model(inputs.double()) for model in models) / 2
     assert torch.allclose(fused(inputs.double()), wanted, atol=1e-10)
 

@@ -22,7 +22,7 @@ from nafi.graph import permute
 
 assert list(METHODS)[:6] == ["nafi", "pfnm", "ot", "rebasin", "fedavg", "ensemble"]
 assert set(METHODS) - set(list(METHODS)[:6]) == {"greedy", "broken", "liar"}
-assert option_names("greedy") == ("batchnorm", "restore_norm", "reference")
+assert option_names("greedy") == ("batchnorm", "restore_norm", "refit", "reference")
 
 factory = lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 torch.manual_seed(0)

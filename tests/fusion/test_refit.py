@@ -155,6 +155,7 @@ KEPT = {
     [
         pytest.param(entry.name, marks=() if entry.name in FAST else pytest.mark.slow)
         for entry in zoo.OURS + zoo.FOREIGN
+        if entry.name != "graph_net"  # its inputs are one graph, not a batch
     ],
 )
 def test_permuted_copies_fuse_back_with_a_refit(name: str) -> None:

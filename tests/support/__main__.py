@@ -31,7 +31,7 @@ from tests.support.contracts import STEPS, Record, blank, examine, failed
 from tests.support.networks import BY_LABEL, NETWORKS, Network
 
 ROOT = Path(__file__).parent.parent.parent
-RECORDS = ROOT / "docs" / "support.jsonl"
+RECORDS = Path(__file__).parent / "records.jsonl"
 PAGE = ROOT / "docs" / "support.md"
 SECONDS, BYTES = 120, 3 * 2**30
 

@@ -19,7 +19,7 @@ INTRODUCTION = """\
 Networks that other people wrote, from {packages} packages, under the contracts of nafi. They are
 built small, with random weights and random statistics of normalisation, and examined in double
 precision, each in a process of its own (at most {seconds} seconds and {gigabytes} GB).
-`make support-matrix` writes this page and `docs/support.jsonl`.
+`make support-matrix` writes this page and `tests/support/records.jsonl`.
 
 | column | what is examined |
 | --- | --- |
