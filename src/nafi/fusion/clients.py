@@ -40,6 +40,18 @@ class Clients:
     def __len__(self) -> int:
         return len(self.models)
 
+    def only(self, *chosen: int) -> Clients:
+        """Some of them."""
+        index = list(chosen)
+        moments = self.input_moments
+        return Clients(
+            tuple(self.models[s] for s in chosen),
+            tuple(self.names[s] for s in chosen),
+            None if self.class_counts is None else self.class_counts[index],
+            None if self.sample_counts is None else self.sample_counts[index],
+            None if moments is None else [moments[s] for s in chosen],
+        )
+
     @property
     def model_weights(self) -> Array:
         """(S,) the weight of each model, 1 on average: by samples, unless classes say more."""

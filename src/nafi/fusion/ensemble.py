@@ -1,6 +1,6 @@
 """ensemble: all models side by side, the ceiling that one model is measured against.
 
-Promises: a module whose output is the mean of the models' outputs.
+Promises: a module whose output is the weighted sum of the models' outputs, and saves as one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
-from nafi.fusion.clients import Array, Clients
+from nafi.fusion.clients import Clients
 from nafi.fusion.method import Method, Progress
 from nafi.fusion.result import FusionResult
 from nafi.graph import Inputs, ModelSpec, call, copy_network, evaluating, first_line
@@ -24,49 +24,78 @@ AVERAGES = ("logits", "probabilities")
 Prepared = tuple[Clients, Inputs]
 
 
-def weighted_mean(outputs: Tensor, model_weights: Array, class_weights: Array | None) -> Tensor:
-    """Of (S, ...) outputs, each class by who has seen it if the outputs are classes.
+def shares_of(clients: Clients) -> tuple[Tensor, Tensor | None]:
+    """What each client's output counts in the sum of all: (S,), and (S, K) for classes.
 
-    model_weights: (S,); class_weights: (S, K), 1 on average over the models
+    Equal where nothing is known; by who has seen a class where class counts are.
     """
-    weights, form = model_weights, [len(outputs)] + [1] * (outputs.ndim - 1)
-    classes = 0 if class_weights is None else class_weights.shape[1]
-    if class_weights is not None and outputs.ndim > 2 and outputs.shape[2] == classes:
-        weights, form[2] = class_weights, classes
-    shares = torch.from_numpy(weights).reshape(form).to(outputs)
-    return (shares * outputs).sum(dim=0) / len(outputs)
+    classes = clients.class_weights
+    count = len(clients)
+    return (
+        torch.from_numpy(clients.model_weights / count),
+        None if classes is None else torch.from_numpy(classes / count),
+    )
+
+
+def weighted_sum(outputs: Tensor, shares: Tensor, class_shares: Tensor | None) -> Tensor:
+    """Of (S, ...) outputs; by (S, K) class_shares if the outputs are classes, else by (S,) shares.
+
+    Classes lie along the first axis after that of the inputs.
+    """
+    weights, form = shares, [len(outputs)] + [1] * (outputs.ndim - 1)
+    classes = 0 if class_shares is None else class_shares.shape[1]
+    if class_shares is not None and outputs.ndim > 2 and outputs.shape[2] == classes:
+        weights, form[2] = class_shares, classes
+    return (weights.reshape(form).to(outputs) * outputs).sum(dim=0)
 
 
 class EnsembleNetwork(nn.Module):
-    """The mean of several models' logits, or the logarithm of the mean of their probabilities."""
+    """The weighted sum of several models' logits, or the logarithm of that of probabilities.
+
+    shares: (S,) what each model counts; class_shares: (S, K) the same for each class, if known
+    """
+
+    shares: Tensor
+    class_shares: Tensor | None
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        average: str,
-        model_weights: Array,
-        class_weights: Array | None = None,
+        shares: Tensor,
+        class_shares: Tensor | None = None,
+        average: str = "logits",
     ) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
         self.average = average
-        self.model_weights, self.class_weights = model_weights, class_weights
+        self.register_buffer("shares", shares.float())
+        self.register_buffer("class_shares", None if class_shares is None else class_shares.float())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         outputs = [pytree.tree_flatten(model(*inputs, **named)) for model in self.models]
         leaves = [
-            self._mean(list(tensors)) for tensors in zip(*(o[0] for o in outputs), strict=True)
+            self._sum(list(tensors)) for tensors in zip(*(o[0] for o in outputs), strict=True)
         ]
         return pytree.tree_unflatten(leaves, outputs[0][1])
 
-    def _mean(self, tensors: list[Any]) -> Any:
+    def _sum(self, tensors: list[Any]) -> Any:
         if not isinstance(tensors[0], Tensor) or not tensors[0].is_floating_point():
             return tensors[0]
         if self.average == "probabilities":
             tensors = [tensor.softmax(dim=1) for tensor in tensors]
-        mean = weighted_mean(torch.stack(tensors), self.model_weights, self.class_weights)
+        total = weighted_sum(torch.stack(tensors), self.shares, self.class_shares)
         # Back to logits, so that whatever reads the output need not know.
-        return mean.clamp(min=1e-30).log() if self.average == "probabilities" else mean
+        return total.clamp(min=1e-30).log() if self.average == "probabilities" else total
+
+
+def run_side_by_side(network: EnsembleNetwork, example_inputs: Inputs) -> None:
+    """Refuse models whose outputs cannot be added up."""
+    try:
+        with evaluating(network):
+            call(network, example_inputs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = first_line(error)
+        raise InputError(f"the models cannot be run side by side: {reason}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +128,6 @@ class Ensemble(Method):
     def fuse(self, prepared: Prepared, progress: Progress) -> FusionResult:
         clients, example_inputs = prepared
         models = [copy_network(model) for model in clients.models]
-        weights = clients.model_weights, clients.class_weights  # equal where nothing is known
-        network = EnsembleNetwork(models, self.average, *weights).eval()
-        try:
-            with evaluating(network):
-                call(network, example_inputs)
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = first_line(error)
-            raise InputError(f"the models cannot be run side by side: {reason}") from None
+        network = EnsembleNetwork(models, *shares_of(clients), average=self.average).eval()
+        run_side_by_side(network, example_inputs)
         return FusionResult(network)

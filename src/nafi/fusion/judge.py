@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
-from nafi.fusion.ensemble import EnsembleNetwork, weighted_mean
+from nafi.fusion.ensemble import EnsembleNetwork, shares_of, weighted_sum
 from nafi.fusion.method import Progress
 from nafi.fusion.networks import FusionWarning
 from nafi.fusion.probe import batch_size
@@ -73,8 +73,7 @@ def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate
     that does not.
     """
     models = [copy_network(model) for model in clients.models]
-    weights = clients.model_weights, clients.class_weights
-    network = EnsembleNetwork(models, "logits", *weights).eval()
+    network = EnsembleNetwork(models, *shares_of(clients)).eval()
     try:
         leaves = _leaves(network, example_inputs)
     except (RuntimeError, ValueError, TypeError):  # outputs of different shapes, say
@@ -98,8 +97,8 @@ def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | 
     shapes = [[leaf.shape for leaf in leaves] for leaves in outputs]
     if any(found != shapes[0] for found in shapes) or not _averages(outputs[0]):
         return None
-    weights = clients.model_weights, clients.class_weights
-    mean = [weighted_mean(torch.stack(leaves), *weights) for leaves in zip(*outputs, strict=True)]
+    shares = shares_of(clients)
+    mean = [weighted_sum(torch.stack(leaves), *shares) for leaves in zip(*outputs, strict=True)]
     classes = len(mean) == 1 and mean[0].ndim == 2 and mean[0].shape[1] > 1
     compare = _same_classes if classes else _explained
     return Agreement(

@@ -50,6 +50,10 @@ class Method(Options, ABC):
     def fuse(self, prepared: Any, progress: Progress) -> FusionResult:
         """Make one model of what `prepare` returned."""
 
+    def informed(self, prepared: Any, scores: Sequence[float]) -> Any:
+        """What `prepare` returned, for clients of which the scores are known now."""
+        return prepared
+
     def variants(self) -> Sequence[Self]:
         """The methods to choose from by a score, where an option lists several values."""
         return (self,)

@@ -53,6 +53,7 @@ class Networks:
     batchnorm: what becomes of normalisation; "average" averages networks as `unfolded` gives them
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
     probe: inputs without labels, if there are any
+    scores: of each client, the higher the better, if somebody has measured them
     """
 
     clients: Clients
@@ -64,6 +65,7 @@ class Networks:
     batchnorm: Normalisation
     learnt: frozenset[str]
     probe: Inputs | None = None
+    scores: tuple[float, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -115,6 +117,19 @@ class Networks:
     def _client(self, index: int) -> nn.Module:
         """The network of one client, folded."""
         return self._filled(self.states[index], self.specs[index].widths)
+
+    def only(self, index: int) -> Networks:
+        """The network of one client alone."""
+        original = self.clients.models[index]
+        return replace(
+            self,
+            clients=self.clients.only(index),
+            original=original,
+            template=self._client(index),
+            architecture=self.architecture.fitted(named_tensors(original)),
+            specs=self.specs[index : index + 1],
+            states=self.states[index : index + 1],
+        )
 
     def local_widths(self, group: str) -> list[int]:
         return [spec.groups[group].width for spec in self.specs]

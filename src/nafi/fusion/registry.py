@@ -19,10 +19,11 @@ from nafi.fusion.bayesian import Nafi, Pfnm
 from nafi.fusion.ensemble import Ensemble
 from nafi.fusion.method import Method
 from nafi.fusion.rebasin import Rebasin
+from nafi.fusion.stack import Stack
 from nafi.fusion.transport import Transport
 
 ENTRY_POINTS = "nafi.methods"
-_OURS: tuple[type[Method], ...] = (Nafi, Pfnm, Transport, Rebasin, FedAvg, Ensemble)
+_OURS: tuple[type[Method], ...] = (Nafi, Pfnm, Transport, Rebasin, FedAvg, Stack, Ensemble)
 
 
 class Registry(Mapping[str, type[Method]]):

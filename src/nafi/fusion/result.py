@@ -87,6 +87,19 @@ def _finite(value: float) -> float | None:
 
 
 @dataclass(frozen=True, eq=False)
+class Body:
+    """One of several networks that run side by side in a fused model.
+
+    client: whose network it was made of
+    spec, architecture: as those of `FusionResult`
+    """
+
+    client: str
+    spec: ModelSpec
+    architecture: ModelSpec
+
+
+@dataclass(frozen=True, eq=False)
 class FusionResult:
     """One model made of several.
 
@@ -96,14 +109,15 @@ class FusionResult:
     architecture: the groups of the clients' architecture at the fused widths; the same as `spec`
         unless batch normalisation was left folded
     assignments: group -> for each client the place of each of its neurons in the fused model,
-        (J_s,), or (parent's width, J_s) within each member of a parent
+        (J_s,), or (parent's width, J_s) within each member of a parent; -1 for one that is gone
     matchings: group -> what `nafi.match` returned, without the neurons themselves, which are in the
         model; `group[i]` within member i of a parent, with its owners only
     scores: of clients, ensemble and fused model, if there was a function to `validate` them
     agreement: of the fused model with the ensemble of its clients, if there was a probe
     fits: weight -> how it was refitted on the probe
     kept: weight -> why it was not refitted and keeps its merged values
-    diagnostics: method, options, seconds and whatever else the method reports
+    bodies: the networks that run side by side in the model, for a stack
+    diagnostics: method, options, seconds, size, and whatever else the method reports
     """
 
     model: nn.Module
@@ -117,6 +131,7 @@ class FusionResult:
     agreement: Agreement | None = None
     fits: Mapping[str, LayerFit] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
+    bodies: tuple[Body, ...] = ()
 
     def owners(self, group: str) -> Index:
         """(J,) how many clients own each fused neuron; (parent's width, J) within a parent."""
@@ -125,7 +140,7 @@ class FusionResult:
         counts = np.zeros(shape, dtype=np.intp)
         for s, assigned in enumerate(self.assignments[group]):
             if parent is None:
-                counts[np.unique(assigned)] += 1
+                counts[np.unique(assigned[assigned >= 0])] += 1
             else:
                 counts[self.assignments[parent][s][:, None], assigned] += 1
         return counts

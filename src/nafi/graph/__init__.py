@@ -6,6 +6,7 @@ from nafi.graph.groups import SpecWarning, groups
 from nafi.graph.growth import Growth, growth
 from nafi.graph.inputs import Inputs, arguments, call, check_inputs, first_line, run_batches
 from nafi.graph.lift import (
+    Kept,
     Placement,
     Placements,
     Positions,
@@ -44,6 +45,7 @@ __all__ = [
     "Convolution",
     "Growth",
     "Inputs",
+    "Kept",
     "Kind",
     "Layer",
     "ModelSpec",

@@ -60,6 +60,23 @@ class Positions:
 
 
 @dataclass(frozen=True, eq=False)
+class Kept:
+    """Some neurons are kept, in this order, and the others are gone.
+
+    index: (I,) the neurons to keep
+    """
+
+    index: Tensor
+
+    @property
+    def width(self) -> int:
+        return len(self.index)
+
+    def spread(self, block: Tensor, dim: int, consumed: bool) -> Tensor:
+        return block.index_select(dim, self.index)
+
+
+@dataclass(frozen=True, eq=False)
 class Shares:
     """Each neuron is shared out, as optimal transport does.
 

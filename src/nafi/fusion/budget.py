@@ -1,0 +1,120 @@
+"""How large a network may be, in units that people think in.
+
+Hides: which tensors make up parameters, multiply-adds and bytes. Promises: a budget is read once,
+with an error that lists the units; the size of a network at any widths follows from its spec alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from numbers import Real
+
+from torch import nn
+
+from nafi.errors import InputError
+from nafi.graph import Inputs, ModelSpec, Product, named_tensors, watch
+from nafi.options import Constraint
+
+_BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+_EXPECTED = '"1.0 params" or "0.5 flops" (times those of one client), or a size such as "300 kB"'
+
+
+@dataclass(frozen=True)
+class Budget:
+    """unit: params or flops, as a multiple of one client's; or bytes."""
+
+    amount: float
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.amount:g} {self.unit}"
+
+
+def read_budget(stated: object) -> Budget:
+    """A budget as users write it; a number alone counts parameters.
+
+    >>> read_budget("0.5 flops")
+    Budget(amount=0.5, unit='flops')
+    """
+    if isinstance(stated, Real) and not isinstance(stated, bool):
+        stated = f"{float(stated)} params"
+    words = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z]+)\s*", str(stated))
+    try:
+        amount = float(words[1]) if words else inf
+    except ValueError:
+        amount = inf
+    unit = words[2].lower() if words else ""
+    if not isinstance(stated, str) or not 0 < amount < inf:
+        raise InputError(f"budget: found {stated!r}, expected {_EXPECTED}")
+    if unit in ("params", "flops"):
+        return Budget(amount, unit)
+    if unit not in _BYTES:
+        raise InputError(f"budget: found {stated!r}, expected {_EXPECTED}")
+    return Budget(amount * _BYTES[unit], "bytes")
+
+
+def _is_budget(value: object) -> bool:
+    try:
+        return value is None or bool(read_budget(value))
+    except InputError:
+        return False
+
+
+BUDGET = Constraint(_is_budget, f"{_EXPECTED}, or None")
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a network costs: a sum over its tensors of how many numbers they hold.
+
+    worth: tensor -> what one of its numbers costs: 1 for a parameter, its bytes, or how often it
+        is multiplied for one input
+    """
+
+    worth: Mapping[str, float]
+
+    def of(self, spec: ModelSpec, widths: Mapping[str, int], names: Sequence[str] = ()) -> float:
+        """At these widths; names: of these tensors only."""
+        return sum(
+            self.worth[name] * prod(spec.tensors[name].shape(widths))
+            for name in names or spec.tensors
+            if name in self.worth
+        )
+
+
+def size_in(unit: str, model: nn.Module, spec: ModelSpec) -> Size:
+    """How to count a network in a unit; spec: its groups, with example inputs."""
+    tensors = {n: t for n, t in named_tensors(model).items() if n in spec.tensors}
+    if unit == "bytes":
+        return Size({name: float(tensor.element_size()) for name, tensor in tensors.items()})
+    if unit == "params":
+        learnt = {name for name, _ in model.named_parameters()}
+        return Size({name: 1.0 for name in tensors if name in learnt})
+    assert spec.example_inputs is not None
+    return Size(multiplications(model, spec.example_inputs))
+
+
+def multiplications(model: nn.Module, inputs: Inputs) -> dict[str, float]:
+    """Weight -> how often each of its numbers is multiplied for one input."""
+    from nafi.fusion.probe import batch_size
+
+    counted: dict[str, float] = {}
+    batch = batch_size(inputs)
+
+    def visit(product: Product) -> None:
+        times = product.places * product.weights.numel() / product.parameter.numel() / batch
+        counted[product.name] = counted.get(product.name, 0.0) + times
+
+    watch(model, inputs, visit)
+    return counted
+
+
+def multiply_adds(model: nn.Module, inputs: Inputs) -> float:
+    """Of a network with its parameters, for one input."""
+    tensors = named_tensors(model)
+    return sum(
+        times * tensors[name].numel() for name, times in multiplications(model, inputs).items()
+    )

@@ -1,0 +1,203 @@
+"""stack: clients side by side, each cut down to the neurons that matter most, within a budget.
+
+Hides: how a budget is shared out among clients and layers. Promises: nothing is merged, so nothing
+that clients do not share is averaged away; every neuron that is kept is fitted anew to what it
+computed, from those that are left below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from nafi.errors import InputError
+from nafi.fusion.allocation import Part, cut_to
+from nafi.fusion.budget import BUDGET, read_budget, size_in
+from nafi.fusion.clients import Clients
+from nafi.fusion.ensemble import EnsembleNetwork, run_side_by_side, shares_of
+from nafi.fusion.merge import finished_network, merge_tensors
+from nafi.fusion.method import Method, Progress
+from nafi.fusion.networks import Networks, prepare_networks
+from nafi.fusion.refit import Refit, refit
+from nafi.fusion.result import Body, FusionResult
+from nafi.fusion.selection import NeuronOrder, neuron_orders
+from nafi.graph import Inputs, Kept, ModelSpec, copy_network
+from nafi.matching import Index
+from nafi.options import Constraint, one_of, option, whole
+
+_KEEP = whole(1)
+
+
+def _is_keep(value: Any) -> bool:
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    if several:
+        return len(value) > 0 and all(map(_KEEP.allows, value))
+    return value is None or _KEEP.allows(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack(Method):
+    """Clients side by side in one model, each cut down to fit a budget.
+
+    budget: of the whole model: "1.0 params" or "0.5 flops" for so many times one client's, or a
+        size such as "300 kB". Neurons go where the layers above miss them least, and the others
+        are refitted on the probe. None keeps clients as they are
+    keep: how many clients; None for all. A list needs validate= of `nafi.fuse`
+    choose: which ones: "best" by the scores of validate=, else by samples, else those with the
+        largest weights; or at "random"
+    batchnorm: "attach" puts normalisation back after clients were cut down, "fold" leaves it out
+    seed: of the random choice
+    """
+
+    name: ClassVar[str] = "stack"
+    uses: ClassVar[frozenset[str]] = frozenset({"class_counts", "sample_counts", "probe"})
+
+    budget: str | float | None = option(BUDGET, None)
+    keep: int | Sequence[int] | None = option(
+        Constraint(_is_keep, "a whole number of at least 1, a list of them, or None"), None
+    )
+    choose: str = option(one_of(("best", "random")), "best")
+    batchnorm: str = option(one_of(("attach", "fold")), "attach")
+    seed: int = option(whole(0), 0)
+
+    def variants(self) -> Sequence[Self]:
+        if self.keep is None or isinstance(self.keep, int):
+            return (self,)
+        return tuple(replace(self, keep=count) for count in self.keep)
+
+    def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
+        for variant in self.variants():
+            if isinstance(variant.keep, int) and variant.keep > len(clients):
+                raise InputError(f"keep: found {variant.keep}, but there are {len(clients)} models")
+        networks = prepare_networks(clients, example_inputs, spec, self.batchnorm)
+        clients.check_classes(networks.spec)
+        return networks
+
+    def informed(self, prepared: Networks, scores: Sequence[float]) -> Networks:
+        return replace(prepared, scores=tuple(scores))
+
+    def fuse(self, prepared: Networks, progress: Progress) -> FusionResult:
+        chosen = self._chosen(prepared)
+        clients = prepared.clients.only(*chosen)
+        slim = _slim_bodies(self, prepared, chosen, progress)
+        network = EnsembleNetwork([body.model for body in slim], *shares_of(clients)).eval()
+        assert prepared.architecture.example_inputs is not None
+        run_side_by_side(network, prepared.architecture.example_inputs)
+        return _result(network, prepared, dict(zip(chosen, slim, strict=True)))
+
+    def _chosen(self, networks: Networks) -> list[int]:
+        """The clients to keep, in their order."""
+        (one,) = self.variants()
+        count = len(networks.clients) if one.keep is None else one.keep
+        assert isinstance(count, int)
+        if self.choose == "random":
+            order = np.random.default_rng(self.seed).permutation(len(networks.clients)).tolist()
+        else:
+            worth = networks.scores or networks.clients.sample_counts
+            order = networks.ranking
+            if worth is not None:
+                order = sorted(order, key=lambda s: -float(worth[s]))
+        return sorted(order[:count])
+
+
+@dataclass(frozen=True, eq=False)
+class _Slim:
+    """A client's network with some of its neurons.
+
+    kept: group -> the neurons that are left; groups of which all are left are not listed
+    """
+
+    model: nn.Module
+    spec: ModelSpec
+    architecture: ModelSpec
+    kept: Mapping[str, Kept]
+    refitted: Refit
+
+
+def _slim_bodies(
+    method: Stack, networks: Networks, chosen: Sequence[int], progress: Progress
+) -> list[_Slim]:
+    """The chosen clients, cut down until they fit the budget together."""
+    alone = [networks.only(s) for s in chosen]
+    if method.budget is None:
+        return [_whole(one) for one in alone]
+    if networks.probe is None:
+        raise InputError(
+            "budget: which neurons matter is measured on a probe: give probe=, or leave the budget "
+            "out and keep fewer clients (keep=)"
+        )
+    budget = read_budget(method.budget)
+    size = size_in(budget.unit, networks.original, networks.architecture)
+    names = [
+        name
+        for name, group in networks.spec.groups.items()
+        if group.parent is None and name not in networks.fixed_widths
+    ]
+    parts, orders = [], []
+    for s, one in zip(chosen, alone, strict=True):
+        progress(f"ordering the neurons of {networks.clients.names[s]}", len(parts), len(chosen))
+        orders.append(neuron_orders(one.template, one.spec, networks.probe, names))
+        weight = float(networks.clients.model_weights[s])
+        lost = {name: order.lost for name, order in orders[-1].items()}
+        parts.append(Part(one.architecture, lost, weight))
+    limit = budget.amount
+    if budget.unit != "bytes":
+        limit *= sum(size.of(part.spec, part.spec.widths) for part in parts) / len(parts)
+    widths = cut_to(limit, parts, size, networks.tied_widths)
+    slim = []
+    for s, one, order, at in zip(chosen, alone, orders, widths, strict=True):
+        progress(f"refitting {networks.clients.names[s]}", len(slim), len(chosen))
+        slim.append(_cut(one, order, at))
+    return slim
+
+
+def _whole(one: Networks) -> _Slim:
+    model = copy_network(one.original).eval()
+    return _Slim(model, one.architecture, one.architecture, {}, Refit())
+
+
+def _cut(one: Networks, orders: Mapping[str, NeuronOrder], widths: Mapping[str, int]) -> _Slim:
+    """One client at these widths, its layers refitted from the inputs on."""
+    kept = {
+        name: Kept(order.order[: widths[name]].sort().values)
+        for name, order in orders.items()
+        if widths[name] < one.spec.groups[name].width
+    }
+    if not kept:
+        return _whole(one)
+    fewer = {name: placement.width for name, placement in kept.items()}
+    model = one.build(merge_tensors(one, [kept], restore_norm=False), one.spec.widths | fewer)
+    refitted = refit(one, [kept], model, lambda step, done, total: None)
+    finished = finished_network(one, [kept], one.spec.widths | fewer, model)
+    return _Slim(*finished, kept, refitted)
+
+
+def _result(network: nn.Module, networks: Networks, slim: Mapping[int, _Slim]) -> FusionResult:
+    """What became of every client's neurons; nothing is shared."""
+    names = networks.clients.names
+    widths: dict[str, int] = {}
+    assignments: dict[str, tuple[Index, ...]] = {}
+    for group in (g for g, each in networks.spec.groups.items() if each.parent is None):
+        start, places = 0, []
+        for s in range(len(names)):
+            place = np.full(networks.specs[s].groups[group].width, -1, dtype=np.intp)
+            if s in slim:
+                every = Kept(torch.arange(len(place)))
+                index = slim[s].kept.get(group, every).index.numpy()
+                place[index] = np.arange(start, start + len(index))
+                start += len(index)
+            places.append(place)
+        widths[group], assignments[group] = start, tuple(places)
+    return FusionResult(
+        network,
+        widths,
+        assignments=assignments,
+        fits={f"{names[s]}: {w}": fit for s, b in slim.items() for w, fit in b.refitted.fits.items()},
+        kept={f"{names[s]}: {w}": why for s, b in slim.items() for w, why in b.refitted.kept.items()},
+        bodies=tuple(Body(names[s], body.spec, body.architecture) for s, body in slim.items()),
+    )
