@@ -34,7 +34,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path, written = tmp_path / "north.stats", sums()
     nafi.save_statistics(written, path)
     read = nafi.load_statistics(path)
-    assert (read.layer, read.body, read.samples) == (written.layer, written.body, 90)
+    assert (read.layers, read.body, read.samples) == (written.layers, written.body, 90)
     for name in ("gram", "cross", "class_counts", "losses"):
         assert torch.equal(getattr(read, name), getattr(written, name))
     with pytest.raises(InputError, match="exists already"):
@@ -100,10 +100,13 @@ def test_what_could_be_no_sums_is_refused(name: str, file: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": 2}, "of a format"),
-        ({"weight": 3}, "weight: found 3, expected a name"),
-        ({"bias": [1]}, "bias: found"),
-        ({"axis": -1}, "axis: found -1"),
+        ({"format": 1}, "of a format"),
+        ({"layers": []}, "layers: found \\[\\], expected a list"),
+        ({"layers": ["weight"]}, "layers: found 'weight', expected objects"),
+        ({"layers": [{"weight": "w"}]}, "lacks bias, axis"),
+        ({"layers": [{"weight": 3, "bias": None, "axis": 0}]}, "weight: found 3, expected a name"),
+        ({"layers": [{"weight": "w", "bias": [1], "axis": 0}]}, "bias: found"),
+        ({"layers": [{"weight": "w", "bias": None, "axis": -1}]}, "axis: found -1"),
         ({"body": "../etc"}, "64 hexadecimal digits"),
         ({"body": "missing"}, "lacks body"),
         ({"more": 1}, "has more"),

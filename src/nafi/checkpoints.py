@@ -24,13 +24,14 @@ from torch.utils import _pytree as pytree
 from nafi.errors import CheckpointError, InputError, SpecError, few, unlike
 from nafi.factories import call_factory, load_factory, resolve_inputs
 from nafi.files import atomic_path
-from nafi.fusion import FusionResult, FusionWarning
+from nafi.fusion import Body, EnsembleNetwork, FusionResult, FusionWarning
 from nafi.graph import (
     Inputs,
     ModelSpec,
     SpecWarning,
     arguments,
     check_inputs,
+    copy_network,
     fold_batchnorm,
     groups,
     named_tensors,
@@ -70,8 +71,6 @@ def save(
     if not isinstance(network, nn.Module):
         raise InputError(f"model: found {type(network).__name__}, expected a network")
     network = unwrapped(network)
-    if result is not None and result.diagnostics.get("method") == "ensemble":
-        raise InputError("an ensemble is several models, not one; save each of them instead")
     if factory is not None and (not isinstance(factory, str) or ":" not in factory):
         raise InputError(f"factory: found {factory!r}, expected 'package.module:function'")
     counts = None if class_counts is None else _check_counts(class_counts, "class_counts")
@@ -84,20 +83,35 @@ def save(
         for name, tensor in named_tensors(network).items()
         if name not in aliases
     }
+    several = network if isinstance(network, EnsembleNetwork) else None
     spec = None if result is None else result.architecture
-    inputs = example_inputs or (spec.example_inputs if spec is not None else None)
+    bodies = () if result is None else result.bodies
+    inputs = example_inputs or next(
+        (known.example_inputs for known in [spec, *(b.architecture for b in bodies)] if known), None
+    )
     manifest = Manifest(
         factory=factory,
-        widths=dict(result.widths) if result is not None else None,
+        widths=dict(result.widths) if result is not None and several is None else None,
         spec=spec.to_dict() if spec is not None else None,
         folded=bool(result is not None and result.spec is not None and result.spec.folded),
         inputs=_describe(inputs),
         class_counts=counts,
         sample_count=count,
         aliases=aliases or None,
+        members=None if several is None else _describe_members(several, bodies),
+        average=None if several is None else several.average,
     )
     with atomic_path(target) as partial:
         save_file(state, partial, metadata={_KEY: manifest.to_json()})
+
+
+def _describe_members(network: EnsembleNetwork, bodies: Sequence[Body]) -> list[dict[str, Any]]:
+    """What is known of each of several networks side by side; shapes tell the rest."""
+    if not bodies:
+        return [{"spec": None, "folded": False} for _ in network.models]
+    return [
+        {"spec": body.architecture.to_dict(), "folded": bool(body.spec.folded)} for body in bodies
+    ]
 
 
 def save_changed(
@@ -189,6 +203,9 @@ def load_clients(
     factory = factory or next((m.factory for m in manifests if m.factory), None)
     if factory is None:
         raise InputError("the checkpoints do not say what makes their network: give --model")
+    for path, manifest in zip(paths, manifests, strict=True):
+        if manifest.members is not None:
+            raise InputError(f"{path} is several networks side by side; fuse its clients instead")
     inputs = _client_inputs(factory, shapes, manifests)
     models = [
         restore(load_factory(factory)[0], state, manifest, inputs, str(path))
@@ -249,6 +266,8 @@ def restore(
     model = unwrapped(model)
     tensors = named_tensors(model)
     shared = {other: state[name] for other, name in (manifest.aliases or {}).items()}
+    if manifest.members is not None:
+        return _side_by_side(model, {**state, **shared}, manifest, example_inputs, label)
     state = _unwrap({**state, **shared}, tensors)
     if _shapes(tensors) != _shapes(state):
         if _loads_by_itself(model, state):
@@ -263,6 +282,32 @@ def restore(
         for name, tensor in named_tensors(model).items():
             tensor.copy_(state[name])
     return model.eval()
+
+
+def _side_by_side(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    manifest: Manifest,
+    example_inputs: Inputs | None,
+    label: str,
+) -> nn.Module:
+    """Several networks in one, each at its own widths."""
+    assert manifest.members is not None
+    shares, class_shares = state.get("shares"), state.get("class_shares")
+    count, networks, read = len(manifest.members), [], 0
+    by_class = class_shares is None or (class_shares.ndim == 2 and len(class_shares) == count)
+    if shares is None or shares.shape != (count,) or not by_class:
+        raise CheckpointError(f"{label} does not say what each of its {count} networks counts")
+    for index, member in enumerate(manifest.members):
+        path = f"models.{index}."
+        own = {name.removeprefix(path): t for name, t in state.items() if name.startswith(path)}
+        part = Manifest(spec=member["spec"], folded=member["folded"])
+        read += len(own)
+        networks.append(restore(copy_network(model), own, part, example_inputs, f"{label}, {path}"))
+    if read + 1 + (class_shares is not None) != len(state):
+        raise CheckpointError(f"{label} holds tensors of more than its {count} networks")
+    average = manifest.average or "logits"
+    return EnsembleNetwork(networks, shares, class_shares, average=average).eval()
 
 
 def _loads_by_itself(model: nn.Module, state: Mapping[str, Tensor]) -> bool:

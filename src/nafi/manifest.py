@@ -37,6 +37,8 @@ class Manifest:
         network runs; true, false and null stand for themselves
     class_counts, sample_count: of the data that the model was trained on
     aliases: other name -> stored name of shared tensors, which are stored once
+    members: spec and folded of each network, for several that run side by side
+    average: what is added up of these: logits, or probabilities
     """
 
     factory: str | None = None
@@ -47,6 +49,8 @@ class Manifest:
     class_counts: Sequence[float] | None = None
     sample_count: float | None = None
     aliases: Mapping[str, str] | None = None
+    members: Sequence[Mapping[str, Any]] | None = None
+    average: str | None = None
     version: str = __version__
 
     def to_json(self) -> str:
@@ -124,6 +128,24 @@ def _is_object_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
+def _is_members(value: Any) -> bool:
+    """At least one object of a spec, which may be null, and folded."""
+    return isinstance(value, list) and len(value) > 0 and all(map(_is_member, value))
+
+
+def _is_member(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"spec", "folded"}
+        and (value["spec"] is None or _is_object(value["spec"]))
+        and _is_bool(value["folded"])
+    )
+
+
+def _is_average(value: Any) -> bool:
+    return value in ("logits", "probabilities")
+
+
 def _is_inputs(value: Any) -> bool:
     if not isinstance(value, list | dict):
         return False
@@ -159,5 +181,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "class_counts": (_is_list_of_counts, "a list of numbers of at least 0"),
     "sample_count": (_is_count, "a number of at least 0"),
     "aliases": (_is_object_of(_is_text), "a name for each name"),
+    "members": (_is_members, "a list of objects of spec and folded"),
+    "average": (_is_average, "logits or probabilities"),
     "version": (_is_text, "text"),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from nafi.fusion import SCALES, HeadStatistics, LastLayer
 from nafi.version import __version__
 
 _KEY = "nafi-statistics"
-_FORMAT = 1
+_FORMAT = 2
 _TENSORS = ("gram", "cross", "class_counts", "losses")
-_FIELDS = ("format", "version", "weight", "bias", "axis", "body")
+_FIELDS = ("format", "version", "layers", "body")
 # Sums in double precision are symmetric and positive up to this share.
 _ROUNDING = 1e-8
 _MOST_SAMPLES = 2.0**53  # beyond, doubles skip whole numbers
@@ -39,13 +40,10 @@ def save_statistics(
     target = Path(path)
     if target.exists() and not overwrite:
         raise InputError(f"{target} exists already; choose another name, or overwrite it")
-    layer = statistics.layer
     fields = {
         "format": _FORMAT,
         "version": __version__,
-        "weight": layer.weight,
-        "bias": layer.bias,
-        "axis": layer.axis,
+        "layers": [asdict(layer) for layer in statistics.layers],
         "body": statistics.body,
     }
     tensors = {name: getattr(statistics, name).contiguous() for name in _TENSORS}
@@ -68,15 +66,15 @@ def load_statistics(path: str | Path) -> HeadStatistics:
     if _KEY not in metadata:
         raise CheckpointError(f"{file} holds no statistics; was it written by nafi statistics?")
     try:
-        layer, body = _layer(metadata[_KEY])
+        layers, body = _layers(metadata[_KEY])
         _check_tensors(tensors)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    return HeadStatistics(layer, body, **tensors)
+    return HeadStatistics(layers, body, **tensors)
 
 
-def _layer(text: str) -> tuple[LastLayer, str]:
-    """Which layer the sums are for, and the fingerprint of the network below it."""
+def _layers(text: str) -> tuple[tuple[LastLayer, ...], str]:
+    """Which layers the sums are for, and the fingerprint of the network below them."""
     try:
         fields = json.loads(text)
     except RecursionError:
@@ -86,13 +84,23 @@ def _layer(text: str) -> tuple[LastLayer, str]:
     difference = unlike(fields, dict.fromkeys(_FIELDS))
     if difference:
         raise ValueError(f"what it says about itself {difference}")
-    weight, bias, axis, body = (fields[name] for name in ("weight", "bias", "axis", "body"))
+    layers, body = fields["layers"], fields["body"]
+    _expect(isinstance(layers, list) and len(layers) > 0, "layers", layers, "a list")
+    is_digest = _is_text(body) and re.fullmatch("[0-9a-f]{64}", body) is not None
+    _expect(is_digest, "body", body, "64 hexadecimal digits")
+    return tuple(map(_layer, layers)), body
+
+
+def _layer(described: Any) -> LastLayer:
+    _expect(isinstance(described, dict), "layers", described, "objects")
+    difference = unlike(described, dict.fromkeys(("weight", "bias", "axis")))
+    if difference:
+        raise ValueError(f"one of its layers {difference}")
+    weight, bias, axis = (described[name] for name in ("weight", "bias", "axis"))
     _expect(_is_text(weight), "weight", weight, "a name")
     _expect(bias is None or _is_text(bias), "bias", bias, "a name or null")
     _expect(type(axis) is int and 0 <= axis < 8, "axis", axis, "a whole number")
-    is_digest = _is_text(body) and re.fullmatch("[0-9a-f]{64}", body) is not None
-    _expect(is_digest, "body", body, "64 hexadecimal digits")
-    return LastLayer(weight, bias, axis), body
+    return LastLayer(weight, bias, axis)
 
 
 def _is_text(value: Any) -> bool:

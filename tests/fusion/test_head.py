@@ -245,7 +245,11 @@ def test_functional_code_dicts_of_batches_and_labels_left_out() -> None:
     model, (inputs, labels) = Functional(), samples()
     labels[:20] = -100
     sums = nafi.statistics(model, [{"values": inputs, "y": labels}], labels="y")
-    assert (sums.layer.weight, sums.layer.bias, sums.layer.axis) == ("weight", "offset", 1)
+    assert (sums.layers[0].weight, sums.layers[0].bias, sums.layers[0].axis) == (
+        "weight",
+        "offset",
+        1,
+    )
     assert sums.samples == 100
     assert alike(sums, nafi.statistics(model, [(inputs[20:], labels[20:])]))
     solved = nafi.solve_head(model, [sums])
@@ -262,7 +266,7 @@ def test_without_a_bias_weights_come_near_to_one() -> None:
     body = nn.Identity()
     model = nn.Sequential(body, nn.Linear(INPUTS + 1, CLASSES, bias=False))
     sums = nafi.statistics(model, [(ones, labels)])
-    assert sums.layer.bias is None
+    assert sums.layers[0].bias is None
     weights, bias = Discriminant.of(sums.sums, fit_head(sums).ridge).affine(fit_head(sums).scale)
     with torch.no_grad():
         found = nafi.solve_head(model, [sums])(ones)

@@ -54,7 +54,7 @@ def statistics(
         return
     inputs, classes = sums.cross.shape
     console = Console()
-    console.print(_table([(out, sums)], f"Sums for {sums.layer.weight}"))
+    console.print(_table([(out, sums)], f"Sums for {_weights(sums)}"))
     console.print(
         f"{out} holds sums of products of {inputs} inputs for {classes} classes, and no sample",
         soft_wrap=True,
@@ -95,7 +95,7 @@ def head(
 def _tell(
     clients: list[tuple[Path, HeadStatistics]], fit: HeadFit, out: Path, as_json: bool
 ) -> None:
-    weight = clients[0][1].layer.weight
+    weight = _weights(clients[0][1])
     if as_json:
         facts = {"weight": weight, "samples": fit.samples, "ridge": fit.ridge, "scale": fit.scale}
         files = [_facts(path, sums) for path, sums in clients]
@@ -127,10 +127,12 @@ def _facts(path: Path, sums: HeadStatistics) -> dict[str, Any]:
 def _check_same_network(clients: list[tuple[Path, HeadStatistics]]) -> None:
     first_path, first = clients[0]
     for path, sums in clients[1:]:
-        if (sums.layer, sums.body) != (first.layer, first.body) or (
-            sums.cross.shape != first.cross.shape
-        ):
+        if not sums.is_of_same(first):
             raise InputError(f"{path} and {first_path} are statistics of different networks")
+
+
+def _weights(sums: HeadStatistics) -> str:
+    return ", ".join(layer.weight for layer in sums.layers)
 
 
 def _check_name(out: Path, suffix: str) -> None:

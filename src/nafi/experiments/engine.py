@@ -101,6 +101,7 @@ class _Bench:
             cell.fusion_seed,
             fusion_options(self._limited(candidate)),
             self.trial.class_counts,
+            self.trial.sample_counts,
             spec,
             probe,
         )
@@ -108,7 +109,8 @@ class _Bench:
         model = self.trial.calibrate(result.model, int(candidate.get("calibrate", 0)))
         if candidate.get("head"):
             model = self.trial.with_head(model)
-        details = {"parameters": sum(p.numel() for p in model.parameters())}
+        size = result.diagnostics["size"]
+        details = {"parameters": int(size["params"]), "multiply_adds": int(size["flops"])}
         widths = list(result.widths.values())
         validation, test = self.trial.score(model).values()
         return entry(

@@ -108,11 +108,12 @@ def fuse_clients(
     seed: int,
     options: Options,
     class_counts: npt.ArrayLike | None = None,
+    sample_counts: npt.ArrayLike | None = None,
     spec: ModelSpec | None = None,
     probe: Tensor | None = None,
 ) -> FusionResult:
     """Fuse the clients' models in one shot; a method gets the seed and the counts that it uses."""
     seeded = {"seed": seed} if "seed" in method_options(method) else {}
     chosen = make_method(method, **{**seeded, **options})
-    known = chosen.used(class_counts=class_counts, probe=probe)
+    known = chosen.used(class_counts=class_counts, sample_counts=sample_counts, probe=probe)
     return fuse(models, example_inputs, chosen, spec=spec, **known)

@@ -74,6 +74,11 @@ class Trial:
         labels = [samples.labels.numpy() for samples in self.data.values()]
         return np.stack([np.bincount(of_client, minlength=classes) for of_client in labels])
 
+    @property
+    def sample_counts(self) -> npt.NDArray[np.int64]:
+        """(S,) training samples of each client."""
+        return np.array([len(samples) for samples in self.data.values()])
+
     def architecture(self, network: str, widths: Sequence[int]) -> Architecture:
         """A network of the problem at these widths."""
         build = self.problem.networks[network].build

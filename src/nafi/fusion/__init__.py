@@ -3,9 +3,10 @@
 from nafi.fusion.api import fuse
 from nafi.fusion.averaging import FedAvg
 from nafi.fusion.bayesian import Bayesian, Nafi, Pfnm
+from nafi.fusion.budget import measured_size, read_budget
 from nafi.fusion.clients import check_class_axis, check_clients
 from nafi.fusion.descent import Descent, in_place, next_group
-from nafi.fusion.ensemble import Ensemble
+from nafi.fusion.ensemble import Ensemble, EnsembleNetwork
 from nafi.fusion.head import (
     SCALES,
     HeadFit,
@@ -24,8 +25,9 @@ from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
 from nafi.fusion.probe import PROBE_LIMIT, read_probe
 from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
-from nafi.fusion.result import Agreement, FusionResult, Scores
+from nafi.fusion.result import Agreement, Body, FusionResult, Scores
 from nafi.fusion.screen import Screen, as_real
+from nafi.fusion.stack import Stack
 from nafi.fusion.transport import Transport, align_to_one
 from nafi.fusion.widths import check_max_width, width_limits
 from nafi.graph import calibrate
@@ -38,8 +40,10 @@ __all__ = [
     "AligningMethod",
     "Alignment",
     "Bayesian",
+    "Body",
     "Descent",
     "Ensemble",
+    "EnsembleNetwork",
     "FedAvg",
     "FusionResult",
     "FusionWarning",
@@ -54,6 +58,7 @@ __all__ = [
     "Rebasin",
     "Scores",
     "Screen",
+    "Stack",
     "Transport",
     "Validate",
     "Verdict",
@@ -69,11 +74,13 @@ __all__ = [
     "in_place",
     "input_moments",
     "make_method",
+    "measured_size",
     "merge_tensors",
     "method_names",
     "next_group",
     "option_names",
     "prepare_networks",
+    "read_budget",
     "read_probe",
     "solve_head",
     "statistics",

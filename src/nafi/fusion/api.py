@@ -6,7 +6,7 @@ Hides: the methods. Promises: all checks of models and options come before any w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,9 @@ import numpy.typing as npt
 from torch import nn
 
 from nafi.errors import InputError
+from nafi.fusion.budget import measured_size
 from nafi.fusion.clients import Array, check_clients
+from nafi.fusion.head import solve_head, statistics
 from nafi.fusion.judge import Validate, agreement, score, score_clients, warn_if_worse
 from nafi.fusion.method import Method, Progress
 from nafi.fusion.probe import read_probe
@@ -32,6 +34,7 @@ def fuse(
     *,
     probe: object = None,
     validate: Validate | None = None,
+    head: Iterable[Any] | None = None,
     class_counts: npt.ArrayLike | None = None,
     sample_counts: npt.ArrayLike | None = None,
     input_moments: Sequence[Mapping[str, Array]] | None = None,
@@ -47,8 +50,8 @@ def fuse(
             as they are.
         example_inputs: the arguments of a network's forward: a tuple, or a dict of keyword
             arguments; only shapes matter.
-        method: nafi, pfnm, ot, rebasin, fedavg, ensemble, or the name of a method that another
-            package provides; or a `Method` that was made before.
+        method: nafi, pfnm, ot, rebasin, fedavg, stack, ensemble, or the name of a method that
+            another package provides; or a `Method` that was made before.
         probe: some dozens of inputs without labels, such as the network is for: a tensor, a tuple
             or a dict of the network's arguments, or an iterable of such batches, as a DataLoader;
             at most 1024 are used. Neurons are then matched by what they do, layers refitted, and
@@ -57,6 +60,8 @@ def fuse(
             clients held back. Models, ensemble and result are scored (`scores`), with a warning if
             the result is worse than a model; where an option lists several values, the best is
             kept.
+        head: labelled batches, as `nafi.statistics` takes them, if the server has some: the last
+            layer of the result is solved from them. Of clients' own labels, see `nafi.solve_head`.
         class_counts: (S, K) samples per model and class: the output layer is then averaged by who
             knows which class. Without it, models weigh the same, or by `sample_counts` (S,).
         input_moments: for each model {weight: mean squares of its inputs}, see
@@ -90,13 +95,15 @@ def fuse(
     prepared = chosen.prepare(clients, example_inputs, spec)
     if inputs is not None:
         prepared = replace(prepared, probe=inputs)
-    fuse_variant = partial(_fuse, prepared=prepared, probe=inputs, progress=report)
+    batches = None if head is None else list(head)
+    fuse_variant = partial(_fuse, prepared=prepared, probe=inputs, batches=batches, progress=report)
     if validate is None:
         result = fuse_variant(chosen)
     else:
         # Clients first, so that a function that fails does so before the work.
         alone = score_clients(clients, example_inputs, validate, report)
-        result = _best(chosen, validate, fuse_variant, report)
+        prepared = chosen.informed(prepared, alone.clients)
+        result = _best(chosen, validate, partial(fuse_variant, prepared=prepared), report)
         result = replace(result, scores=replace(alone, fused=result.diagnostics["score"]))
     if inputs is not None:
         report("comparing with the ensemble", 0, 1)
@@ -107,6 +114,7 @@ def fuse(
         "models": len(clients),
         "options": chosen.settings(),
         "seconds": time.perf_counter() - start,
+        "size": measured_size(result.model, clients.models, example_inputs),
     }
     return replace(result, diagnostics={**diagnostics, **result.diagnostics})
 
@@ -117,12 +125,22 @@ def _check_functions(**functions: object) -> None:
             raise InputError(f"{name}: found {function!r}, expected a function")
 
 
-def _fuse(method: Method, prepared: Any, probe: Inputs | None, progress: Progress) -> FusionResult:
+def _fuse(
+    method: Method,
+    prepared: Any,
+    probe: Inputs | None,
+    batches: Sequence[Any] | None,
+    progress: Progress,
+) -> FusionResult:
     """One variant's result; averaged normalisation is measured where there are inputs for it."""
     result = method.fuse(prepared, progress)
     if probe is not None and getattr(method, "batchnorm", None) == Normalisation.AVERAGE:
         calibrate(_Spread(result.model), [(probe,)])
-    return result
+    if batches is None:
+        return result
+    progress("solving the last layer", 0, 1)
+    model = solve_head(result.model, [statistics(result.model, batches)])
+    return replace(result, model=model)
 
 
 class _Spread(nn.Module):

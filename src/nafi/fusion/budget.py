@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import inf, prod
 from numbers import Real
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
 from nafi.graph import Inputs, ModelSpec, Product, named_tensors, watch
@@ -99,10 +100,9 @@ def size_in(unit: str, model: nn.Module, spec: ModelSpec) -> Size:
 
 def multiplications(model: nn.Module, inputs: Inputs) -> dict[str, float]:
     """Weight -> how often each of its numbers is multiplied for one input."""
-    from nafi.fusion.probe import batch_size
-
     counted: dict[str, float] = {}
-    batch = batch_size(inputs)
+    tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+    batch = next((len(leaf) for leaf in tensors if leaf.ndim), 1)
 
     def visit(product: Product) -> None:
         times = product.places * product.weights.numel() / product.parameter.numel() / batch
@@ -112,9 +112,26 @@ def multiplications(model: nn.Module, inputs: Inputs) -> dict[str, float]:
     return counted
 
 
-def multiply_adds(model: nn.Module, inputs: Inputs) -> float:
-    """Of a network with its parameters, for one input."""
+def measured_size(
+    model: nn.Module, clients: Sequence[nn.Module], inputs: Inputs
+) -> dict[str, float]:
+    """Parameters, multiply-adds of one input, and bytes of a network.
+
+    The first two also relative to the mean of its clients, as a `Budget` has them.
+    """
+    own, others = _counts(model, inputs), [_counts(client, inputs) for client in clients]
+    params, flops = (sum(each[k] for each in others) / len(others) for k in range(2))
+    return {
+        "params": own[0],
+        "flops": own[1],
+        "bytes": float(sum(t.numel() * t.element_size() for t in named_tensors(model).values())),
+        "params_of_client": own[0] / max(params, 1),
+        "flops_of_client": own[1] / max(flops, 1),
+    }
+
+
+def _counts(model: nn.Module, inputs: Inputs) -> tuple[float, float]:
     tensors = named_tensors(model)
-    return sum(
-        times * tensors[name].numel() for name, times in multiplications(model, inputs).items()
-    )
+    times = multiplications(model, inputs)
+    flops = sum(count * tensors[name].numel() for name, count in times.items())
+    return float(sum(p.numel() for p in model.parameters())), flops

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError, SpecError
 from nafi.fusion.discriminant import Discriminant, choose_ridge, unit_of
-from nafi.fusion.last_layer import Head, LastLayer, Seen, find_head, fingerprint, watched
+from nafi.fusion.ensemble import EnsembleNetwork
+from nafi.fusion.last_layer import Head, LastLayer, Seen, find_heads, fingerprint, members, watched
 from nafi.fusion.networks import FusionWarning
 from nafi.fusion.statistics import RIDGES, LayerStatistics
 from nafi.graph import Product, copy_network, named_tensors
@@ -41,13 +42,14 @@ _IGNORED = -100
 class HeadStatistics:
     """Sums over labelled samples at the last layer of a network.
 
-    gram: (K, K) sum of h h^T of what the layer reads; cross: (K, C) sum of h for each class
+    layers: the last layer; of networks side by side, that of each: they are solved as one
+    gram: (K, K) sum of h h^T of what the layers read; cross: (K, C) sum of h for each class
     class_counts: (C,) samples of each class; a network with one output has the classes 0 and 1
     losses: (len(SCALES),) of held-out samples, if log likelihoods are scaled so; zeros if unknown
     body: tells whether all other tensors of two networks are the same
     """
 
-    layer: LastLayer
+    layers: tuple[LastLayer, ...]
     body: str
     gram: Tensor
     cross: Tensor
@@ -67,13 +69,16 @@ class HeadStatistics:
             self.gram[None], self.cross[None], inputs, counts, counts, counts.sum(dim=1)
         )
 
+    def is_of_same(self, other: HeadStatistics) -> bool:
+        """Whether both are of one network."""
+        ours, theirs = ((s.layers, s.body, s.cross.shape) for s in (self, other))
+        return ours == theirs
+
     def __add__(self, other: HeadStatistics) -> HeadStatistics:
-        if (self.layer, self.body) != (other.layer, other.body) or (
-            self.cross.shape != other.cross.shape
-        ):
+        if not self.is_of_same(other):
             raise InputError("statistics of different networks cannot be added")
         return HeadStatistics(
-            self.layer,
+            self.layers,
             self.body,
             self.gram + other.gram,
             self.cross + other.cross,
@@ -99,27 +104,34 @@ def statistics(
     if labels is False:
         raise InputError("labels: the last layer is solved from labels, so there must be some")
     key = labels if isinstance(labels, str) else "labels"
-    head: Head | None = None
+    heads: list[Head] = []
     parts: list[HeadStatistics] = []
     tried = _Tried()
+    networks = members(model)
     for number, batch in enumerate(batches):
         inputs, wanted = _inputs_and_labels(batch, key)
-        head = head or find_head(model, inputs)
-        read, targets = _labelled_rows(model, head, inputs, wanted, number)
+        heads = heads or find_heads(model, inputs)
+        rows = [
+            _labelled_rows(network, head, inputs, wanted, number)
+            for (_, network), head in zip(networks, heads, strict=True)
+        ]
+        read, targets = torch.cat([each for each, _ in rows], dim=1), rows[0][1]
         tried.add(read, targets)
-        parts = [reduce(add, [*parts, _sums(head.layer, read, targets)])]
+        pairs = zip(networks, heads, strict=True)
+        layers = tuple(head.layer.within(path) for (path, _), head in pairs)
+        parts = [reduce(add, [*parts, _sums(layers, read, targets)])]
     if not parts or not parts[0].samples:
         raise InputError("statistics: found no batch with labels, expected (inputs, labels)")
     _warn_of_few(parts[0])
-    body = fingerprint(model, parts[0].layer)
+    body = fingerprint(model, parts[0].layers)
     return replace(parts[0], body=body, losses=tried.losses())
 
 
-def _sums(layer: LastLayer, read: Tensor, targets: Tensor) -> HeadStatistics:
-    """read: (M, K) what the layer reads; targets: (M, C) one-hot."""
+def _sums(layers: tuple[LastLayer, ...], read: Tensor, targets: Tensor) -> HeadStatistics:
+    """read: (M, K) what the layers read; targets: (M, C) one-hot."""
     gram, cross = read.mT @ read, read.mT @ targets
     unknown = torch.zeros(len(SCALES), dtype=torch.float64)
-    return HeadStatistics(layer, "", gram, cross, targets.sum(dim=0), unknown)
+    return HeadStatistics(layers, "", gram, cross, targets.sum(dim=0), unknown)
 
 
 def _warn_of_few(total: HeadStatistics) -> None:
@@ -260,7 +272,7 @@ def fit_head(statistics: HeadStatistics) -> HeadFit:
             stacklevel=3,
         )
     weights, bias = Discriminant.of(sums, ridge).affine(scale)
-    if statistics.layer.bias is None:
+    if all(layer.bias is None for layer in statistics.layers):
         weights = weights + _nearest_to_one(sums)[:, None] * bias
     return HeadFit(weights, bias, ridge, scale, statistics.samples)
 
@@ -282,15 +294,31 @@ def solve_head(model: nn.Module, statistics: Sequence[HeadStatistics]) -> nn.Mod
     check_statistics(model, total)
     fit = _finite_fit(total)
     solved = copy_network(model)
-    tensors = named_tensors(solved)
-    weight = tensors[total.layer.weight].detach().movedim(total.layer.axis, 0)
-    weights, bias = fit.weights.mT, fit.bias
-    if len(weight) == 1:  # the odds of 1 against 0
-        weights, bias = weights[1:] - weights[:1], bias[1:] - bias[:1]
-    weight.copy_(weights.reshape(weight.shape))
-    if total.layer.bias is not None:
-        tensors[total.layer.bias].detach().copy_(bias)
+    _write_head(solved, total.layers, fit)
     return solved
+
+
+def _write_head(model: nn.Module, layers: Sequence[LastLayer], fit: HeadFit) -> None:
+    """Share the weights out among the last layers; the first that has a bias gets all of it."""
+    tensors, start, bias = named_tensors(model), 0, fit.bias
+    for layer in layers:
+        weight = tensors[layer.weight].detach().movedim(layer.axis, 0)
+        inputs = weight.numel() // len(weight)
+        weights = fit.weights[start : start + inputs].mT
+        start += inputs
+        weight.copy_(_odds(weights, len(weight)).reshape(weight.shape))
+        if layer.bias is not None:
+            tensors[layer.bias].detach().copy_(_odds(bias, len(weight)))
+            bias = torch.zeros_like(bias)
+    if isinstance(model, EnsembleNetwork):
+        for shares in (model.shares, model.class_shares):
+            if shares is not None:
+                shares.fill_(1.0)
+
+
+def _odds(values: Tensor, outputs: int) -> Tensor:
+    """By class; for a network with one output those of 1 against 0."""
+    return values[1:] - values[:1] if outputs == 1 else values
 
 
 def _finite_fit(statistics: HeadStatistics) -> HeadFit:
@@ -316,28 +344,32 @@ def add_statistics(statistics: Sequence[HeadStatistics]) -> HeadStatistics:
 
 def check_statistics(model: nn.Module, statistics: HeadStatistics) -> None:
     """Refuse sums that are not of this network."""
-    tensors, layer = named_tensors(model), statistics.layer
+    tensors, layers = named_tensors(model), statistics.layers
     inputs, classes = statistics.cross.shape
-    weight = tensors.get(layer.weight)
-    bias = None if layer.bias is None else tensors.get(layer.bias)
-    widths = (1, 2) if classes == 2 else (classes,)
-    fits = (
-        weight is not None
-        and layer.axis < weight.ndim
-        and weight.shape[layer.axis] in widths
-        and weight.numel() == inputs * weight.shape[layer.axis]
-        and (layer.bias is None or _shape(bias) == (weight.shape[layer.axis],))
-    )
-    if not fits:
+    found = [_inputs_of(tensors, layer, classes) for layer in layers]
+    if None in found or sum(filter(None, found)) != inputs:
+        named = ", ".join(layer.weight for layer in layers)
         raise InputError(
-            f"the statistics are for a layer {layer.weight} of {inputs} inputs and {classes} "
-            f"classes, which {type(model).__name__} does not have"
+            f"the statistics are for {named} of {inputs} inputs and {classes} classes, which "
+            f"{type(model).__name__} does not have"
         )
-    if fingerprint(model, layer) != statistics.body:
+    if fingerprint(model, layers) != statistics.body:
         raise InputError(
             "the statistics are of another network: every client must run nafi.statistics on the "
             "network whose last layer is solved"
         )
+
+
+def _inputs_of(tensors: Mapping[str, Tensor], layer: LastLayer, classes: int) -> int | None:
+    """How many numbers a last layer reads; None if there is none like it."""
+    weight = tensors.get(layer.weight)
+    bias = None if layer.bias is None else tensors.get(layer.bias)
+    widths = (1, 2) if classes == 2 else (classes,)
+    if weight is None or layer.axis >= weight.ndim or weight.shape[layer.axis] not in widths:
+        return None
+    outputs = weight.shape[layer.axis]
+    fits = layer.bias is None or _shape(bias) == (outputs,)
+    return weight.numel() // outputs if fits else None
 
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:

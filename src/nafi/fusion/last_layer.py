@@ -1,4 +1,4 @@
-"""The layer that makes a network's outputs.
+"""The layer that makes a network's outputs; several of them for networks side by side.
 
 Hides: modules, functional code, reshapes, and a softmax at the end. Promises: the layer that was
 found makes the outputs from its inputs and its weights, as compared on numbers; else a `SpecError`.
@@ -7,7 +7,7 @@ found makes the outputs from its inputs and its weights, as compared on numbers;
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError, SpecError
+from nafi.fusion.ensemble import EnsembleNetwork
 from nafi.graph import Product, evaluating, first_line, named_tensors, sample_rows, watch
 
 # Outputs of the network that are compared with those of a layer.
@@ -33,6 +34,10 @@ class LastLayer:
     weight: str
     bias: str | None
     axis: int
+
+    def within(self, path: str) -> LastLayer:
+        """The same in a network of which its own is a part."""
+        return LastLayer(path + self.weight, self.bias and path + self.bias, self.axis)
 
 
 def _as_it_is(outputs: Tensor) -> Tensor:
@@ -94,6 +99,25 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     size = max(float(other.abs().max()), 1e-6) if other.numel() else 1.0
     near = 1e-4 if other.dtype in (torch.float32, torch.float64) else 2e-2
     return one.shape == other.shape and bool(((one - other).abs() <= near * size).all())
+
+
+def members(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The networks that run side by side in a model, under their paths; itself, if it is one."""
+    if not isinstance(model, EnsembleNetwork):
+        return [("", model)]
+    return [(f"models.{index}.", member) for index, member in enumerate(model.models)]
+
+
+def find_heads(model: nn.Module, inputs: Any) -> list[Head]:
+    """The last layer of each member, under its name within that."""
+    heads = [find_head(member, inputs) for _, member in members(model)]
+    averaged = isinstance(model, EnsembleNetwork) and model.average != "logits"
+    if averaged or (len(heads) > 1 and any(head.ending is not _as_it_is for head in heads)):
+        raise SpecError(
+            "the last layers of several networks are solved together only if their outputs are "
+            "added up as they are: let the networks return them before the softmax or sigmoid"
+        )
+    return heads
 
 
 def find_head(model: nn.Module, inputs: Any) -> Head:
@@ -193,10 +217,16 @@ def _own_errors() -> Iterator[None]:
         ) from None
 
 
-def fingerprint(model: nn.Module, layer: LastLayer) -> str:
-    """Tells whether all tensors of two networks are the same but those of the last layer."""
+def fingerprint(model: nn.Module, layers: Sequence[LastLayer]) -> str:
+    """Tells whether all tensors of two networks are the same but those of the last layers.
+
+    What the members of an ensemble count is solved with these.
+    """
     tensors = named_tensors(model)
-    solved = {id(tensors[name]) for name in (layer.weight, layer.bias) if name is not None}
+    names = [name for layer in layers for name in (layer.weight, layer.bias) if name is not None]
+    solved = {id(tensors[name]) for name in names}
+    if isinstance(model, EnsembleNetwork):
+        solved |= {id(buffer) for buffer in (model.shares, model.class_shares)}
     digest = sha256()
     for name, tensor in sorted(tensors.items()):
         if id(tensor) not in solved:

@@ -93,7 +93,7 @@ class _Pursuit:
         """(J,) how much more each neuron would explain; nothing for those that were chosen."""
         self.factors = self._factors()
         each = self.cross.reshape(self.width, -1, self.cross.shape[1])
-        solved = torch.linalg.solve_triangular(self.factors, each, upper=False)
+        solved: Tensor = torch.linalg.solve_triangular(self.factors, each, upper=False)
         return solved.square().sum(dim=(1, 2)) / self.variance
 
     def _factors(self) -> Tensor:
@@ -104,7 +104,8 @@ class _Pursuit:
         # A chosen neuron has nothing left; its own moments only have to be invertible.
         floor = own.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-30)
         own = own + torch.diag_embed((1e-9 * floor)[:, None].expand(-1, size))
-        return torch.linalg.cholesky_ex(own).L
+        factors: Tensor = torch.linalg.cholesky_ex(own).L
+        return factors
 
     def choose(self, neuron: int) -> None:
         size = len(self.gram) // self.width

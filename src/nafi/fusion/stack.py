@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from nafi.graph import Inputs, Kept, ModelSpec, copy_network
 from nafi.matching import Index
 from nafi.options import Constraint, one_of, option, whole
 
+_T = TypeVar("_T")
 _KEEP = whole(1)
 
 
@@ -138,7 +139,8 @@ def _slim_bodies(
         for name, group in networks.spec.groups.items()
         if group.parent is None and name not in networks.fixed_widths
     ]
-    parts, orders = [], []
+    parts: list[Part] = []
+    orders: list[dict[str, NeuronOrder]] = []
     for s, one in zip(chosen, alone, strict=True):
         progress(f"ordering the neurons of {networks.clients.names[s]}", len(parts), len(chosen))
         orders.append(neuron_orders(one.template, one.spec, networks.probe, names))
@@ -149,7 +151,7 @@ def _slim_bodies(
     if budget.unit != "bytes":
         limit *= sum(size.of(part.spec, part.spec.widths) for part in parts) / len(parts)
     widths = cut_to(limit, parts, size, networks.tied_widths)
-    slim = []
+    slim: list[_Slim] = []
     for s, one, order, at in zip(chosen, alone, orders, widths, strict=True):
         progress(f"refitting {networks.clients.names[s]}", len(slim), len(chosen))
         slim.append(_cut(one, order, at))
@@ -197,7 +199,20 @@ def _result(network: nn.Module, networks: Networks, slim: Mapping[int, _Slim]) -
         network,
         widths,
         assignments=assignments,
-        fits={f"{names[s]}: {w}": fit for s, b in slim.items() for w, fit in b.refitted.fits.items()},
-        kept={f"{names[s]}: {w}": why for s, b in slim.items() for w, why in b.refitted.kept.items()},
+        fits={
+            f"{names[s]}: {w}": fit for s, b in slim.items() for w, fit in b.refitted.fits.items()
+        },
+        kept={
+            f"{names[s]}: {w}": why for s, b in slim.items() for w, why in b.refitted.kept.items()
+        },
         bodies=tuple(Body(names[s], body.spec, body.architecture) for s, body in slim.items()),
     )
+
+
+def _by_client(names: Sequence[str], found: Mapping[int, Mapping[str, _T]]) -> dict[str, _T]:
+    """What was found of each weight, under the names of its client and its own."""
+    return {
+        f"{names[s]}: {weight}": value
+        for s, weights in found.items()
+        for weight, value in weights.items()
+    }
