@@ -94,7 +94,7 @@ class Cell:
         return Recipe(
             self.trial_settings,
             self.experiment.network,
-            self.local_widths,
+            self.widths or self.local_widths,
             tuple(starts),
             training,
             stacked=rounds is None,
@@ -102,7 +102,8 @@ class Cell:
 
     def recipes(self) -> list[Recipe]:
         """The populations that it shares with other cells: those of one shot."""
-        if self.experiment.in_rounds:
+        unknown = self.method.widths_of is not None and self.widths is None
+        if self.experiment.in_rounds or unknown:
             return []
         return list(dict.fromkeys(self.recipe(c) for c in self.method.candidates()))
 

@@ -64,7 +64,7 @@ class MethodConfig(_Strict):
         `head`, whether the last layer is solved from all clients' labelled statistics; in rounds
         `rounds`, instead of the experiment's
     start: whose models are fused
-    widths_of: take the widths that this other method came to, in an experiment in rounds
+    widths_of: take the widths that this other method came to
     attack: what the experiment's attackers do to their weights before they send them
     """
 
@@ -380,8 +380,6 @@ def _check_methods(experiment: Experiment) -> None:
 def _check_widths(experiment: Experiment, method: MethodConfig) -> None:
     if method.widths_of is None:
         return
-    if not experiment.in_rounds:
-        raise InputError(f"method {method.name}: widths_of needs an experiment in rounds")
     if method.widths_of not in [m.name for m in experiment.methods if m.widths_of is None]:
         raise InputError(
             f"method {method.name} takes the widths of {method.widths_of}, which is no method with "

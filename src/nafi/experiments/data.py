@@ -26,11 +26,20 @@ from nafi.files import atomic_path
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """What to train on and what to look at once, at the end."""
+    """What to train on and what to look at once, at the end.
+
+    sites: where each training sample comes from, counted from 0, if the data say so
+    """
 
     name: str
     train: Samples
     test: Samples
+    sites: npt.NDArray[np.intp] | None = None
+
+    def first(self, order: npt.NDArray[np.intp]) -> Dataset:
+        """With some of the training samples, in this order."""
+        sites = None if self.sites is None else self.sites[order]
+        return Dataset(self.name, self.train[order], self.test, sites)
 
 
 def digits(seed: int = 0) -> Dataset:
@@ -69,7 +78,8 @@ def mnist() -> Dataset:
             raise InputError(f"{folder}: {len(images)} images but {len(labels)} labels in {part}")
         inputs = torch.from_numpy(images).reshape(len(images), -1).float() / 255
         parts.append(Samples(inputs, torch.from_numpy(labels).long()))
-    return Dataset("mnist", *parts)
+    train, test = parts
+    return Dataset("mnist", train, test)
 
 
 def _mnist_folder() -> Path:
@@ -158,7 +168,8 @@ def carvana(width: int, height: int) -> Dataset:
     photos = sorted((folder / "train").glob("*.jpg"))
     if not photos:
         raise InputError(f"{folder / 'train'} holds no photos; NAFI_DATA names the folder above it")
-    images, masks = _decoded(photos, folder / "train_masks", width, height)
+    masks_of = [folder / "train_masks" / f"{photo.stem}_mask.gif" for photo in photos]
+    images, masks = _decoded("carvana", photos, masks_of, width, height)
     cars = [photo.stem.rpartition("_")[0] for photo in photos]
     last = set(sorted(set(cars))[-_CARVANA_TEST_CARS:])
     test = torch.tensor([car in last for car in cars])
@@ -167,16 +178,57 @@ def carvana(width: int, height: int) -> Dataset:
     )
 
 
-def _decoded(photos: list[Path], folder: Path, width: int, height: int) -> tuple[Tensor, Tensor]:
+NUCLEI_SIZE = (128, 128)
+_NUCLEI_TEST = 5
+
+
+def nuclei(width: int, height: int) -> Dataset:
+    """Microscope images, bytes of (n, 3, height, width), and masks of cell nuclei.
+
+    `sites` are the labs, those with most images first. Every fifth image of a lab is for testing.
+    """
+    above = os.environ.get("NAFI_DATA")
+    folder = Path(above or ".") / "nuclei"
+    try:
+        lines = (folder / "labs.csv").read_text().splitlines()[1:]
+    except OSError:
+        raise InputError(
+            "the nuclei cannot be downloaded: set NAFI_DATA to a folder with nuclei/images/, "
+            "nuclei/masks/ and nuclei/labs.csv in it"
+        ) from None
+    names, labs = zip(*(line.split(",")[:2] for line in lines), strict=True)
+    images, masks = _decoded(
+        "nuclei",
+        [folder / "images" / f"{name}.png" for name in names],
+        [folder / "masks" / f"{name}.png" for name in names],
+        width,
+        height,
+    )
+    known = sorted(set(labs), key=lambda lab: (-labs.count(lab), lab))
+    seen = dict.fromkeys(known, 0)
+    test = torch.zeros(len(labs), dtype=torch.bool)
+    for place, lab in enumerate(labs):
+        test[place] = seen[lab] % _NUCLEI_TEST == 0
+        seen[lab] += 1
+    sites = np.array([known.index(lab) for lab in labs], dtype=np.intp)[~test.numpy()]
+    train = Samples(images[~test], masks[~test])
+    return Dataset("nuclei", train, Samples(images[test], masks[test]), sites)
+
+
+def _decoded(
+    name: str, photos: list[Path], masks_of: list[Path], width: int, height: int
+) -> tuple[Tensor, Tensor]:
     """All photos and masks at one size, from a file if they were decoded before."""
+    for photo in photos[:1]:
+        if not photo.is_file():
+            raise InputError(f"{photo} does not exist; NAFI_DATA names the folder above it")
     files = "".join(f"{p.name} {p.stat().st_size}\n" for p in photos)
     digest = hashlib.sha256(f"{width} {height}\n{files}".encode()).hexdigest()[:16]
-    file = cache_folder() / f"carvana-{width}x{height}-{digest}.safetensors"
+    file = cache_folder() / f"{name}-{width}x{height}-{digest}.safetensors"
     if not file.is_file():
         images = torch.empty(len(photos), 3, height, width, dtype=torch.uint8)
         masks = torch.empty(len(photos), 1, height, width, dtype=torch.uint8)
-        for place, photo in enumerate(photos):
-            mask = folder / f"{photo.stem}_mask.gif"
+        for place, (photo, mask) in enumerate(zip(photos, masks_of, strict=True)):
             images[place] = _picture(photo, "RGB", width, height).movedim(-1, 0)
             masks[place, 0] = _picture(mask, "L", width, height) > 0
         file.parent.mkdir(parents=True, exist_ok=True)

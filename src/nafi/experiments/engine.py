@@ -91,8 +91,8 @@ class _Bench:
             cell.experiment.attackers,
             cell.seed,
         )
-        spec, inputs = self.architecture.spec, int(candidate.get("probe", 0))
-        probe = self.trial.probe(inputs) if inputs else None
+        spec, inputs = self.architecture.spec, candidate.get("probe", 0)
+        probe = self.trial.probe(inputs) if isinstance(inputs, int) and inputs else inputs or None
         start = time.perf_counter()
         result = fuse_clients(
             cell.method.method,

@@ -20,12 +20,15 @@ from nafi.federated import option_names as strategy_options
 from nafi.fusion import METHODS, FusionResult, Screen, fuse, make_method, method_names
 from nafi.fusion import option_names as method_options
 from nafi.graph import ModelSpec
-from nafi.options import SWITCH, whole
+from nafi.options import SWITCH, Constraint, whole
 
 # Clients that never talk: the mean of their scores, and the best of them.
 LOCAL, BEST = ALONE = ("local", "best")
 _OF_TRAINING = tuple(f.name for f in fields(Training))
-_ONE_SHOT = {"calibrate": whole(0), "probe": whole(0), "head": SWITCH}
+_PROBE = Constraint(
+    lambda value: value == "noise" or whole(0).allows(value), 'a number of inputs, or "noise"'
+)
+_ONE_SHOT = {"calibrate": whole(0), "probe": _PROBE, "head": SWITCH}
 _IN_ROUNDS = {"calibrate": whole(0), "rounds": whole(1)}
 _OF_LABORATORY = _ONE_SHOT | _IN_ROUNDS
 
@@ -110,7 +113,7 @@ def fuse_clients(
     class_counts: npt.ArrayLike | None = None,
     sample_counts: npt.ArrayLike | None = None,
     spec: ModelSpec | None = None,
-    probe: Tensor | None = None,
+    probe: Tensor | str | None = None,
 ) -> FusionResult:
     """Fuse the clients' models in one shot; a method gets the seed and the counts that it uses."""
     seeded = {"seed": seed} if "seed" in method_options(method) else {}

@@ -72,6 +72,62 @@ class VGG(nn.Module):
         return outputs
 
 
+class ResNet(nn.Module):
+    """Three stages of two residual blocks each, with normalisation: a short ResNet-20.
+
+    widths: in the order of the data: the first residual stream, within its two blocks; then within
+        the first block of a stage, of its stream, and within its second block
+    """
+
+    def __init__(self, widths: Sequence[int], classes: int = 10) -> None:
+        super().__init__()
+        streams = widths[0], widths[4], widths[7]
+        inner = widths[1:3], widths[3:6:2], widths[6:9:2]
+        self.stem = nn.Conv2d(3, streams[0], 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(streams[0])
+        read = [streams[0], *streams[:-1]]
+        self.blocks = nn.ModuleList()
+        for stage, (before, stream, (first, second)) in enumerate(
+            zip(read, streams, inner, strict=True)
+        ):
+            self.blocks.append(Residual(before, first, stream, stride=2 if stage else 1))
+            self.blocks.append(Residual(stream, second, stream))
+        self.head = nn.Linear(streams[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x)).relu()
+        for block in self.blocks:
+            x = block(x)
+        outputs: Tensor = self.head(x.mean(dim=(2, 3)))
+        return outputs
+
+
+class Residual(nn.Module):
+    """Two convolutions with normalisation, added to what they read; a projection at a stride."""
+
+    def __init__(self, read: int, inner: int, written: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(read, inner, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, written, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(written)
+        self.skip = nn.Sequential()
+        if stride > 1:
+            self.skip = nn.Sequential(
+                nn.Conv2d(read, written, 1, stride, bias=False), nn.BatchNorm2d(written)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm1(self.conv1(x)).relu()
+        outputs: Tensor = (self.norm2(self.conv2(inner)) + self.skip(x)).relu()
+        return outputs
+
+
+def resnet_widths(base: int) -> list[int]:
+    """The widths of the short ResNet with so many channels in its first stage."""
+    return [base * factor for factor in (1, 2, 4) for _ in range(3)]
+
+
 class UNet(nn.Module):
     """The paper's U-Net: nine double convolutions with normalisation, and skips between them.
 

@@ -65,6 +65,14 @@ def quantity_partition(
     return [np.sort(part) for part in np.split(rng.permutation(count), np.cumsum(sizes)[:-1])]
 
 
+def site_partition(sites: Index | None, clients: int) -> list[Index]:
+    """Every client has the samples of one site."""
+    count = 0 if sites is None else int(sites.max()) + 1
+    if sites is None or clients != count:
+        raise InputError(f"clients: found {clients}, but the data come from {count} sites")
+    return [np.flatnonzero(sites == site) for site in range(count)]
+
+
 def hold_back(part: Index, share: float, rng: np.random.Generator) -> tuple[Index, Index]:
     """A client's samples to train on, and a share of them, at least one, held for validation."""
     shuffled = rng.permutation(part)

@@ -19,10 +19,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nafi.errors import InputError
-from nafi.experiments.data import CARVANA_SIZE, Dataset, carvana, cifar10, digits, mnist
+from nafi.experiments.data import (
+    CARVANA_SIZE,
+    NUCLEI_SIZE,
+    Dataset,
+    carvana,
+    cifar10,
+    digits,
+    mnist,
+    nuclei,
+)
 from nafi.experiments.entries import Record, accuracy, dice
-from nafi.experiments.models import VGG, ConvNet, UNet, drawn_mlp, unet_widths
-from nafi.experiments.partition import Index, dirichlet_partition, quantity_partition
+from nafi.experiments.models import (
+    VGG,
+    ConvNet,
+    ResNet,
+    UNet,
+    drawn_mlp,
+    resnet_widths,
+    unet_widths,
+)
+from nafi.experiments.partition import (
+    Index,
+    dirichlet_partition,
+    quantity_partition,
+    site_partition,
+)
 from nafi.experiments.training import PAPER
 from nafi.federated import Loss, Samples, Training, as_numbers
 
@@ -92,7 +114,7 @@ def load_data(
     if samples is None:
         return data
     order = np.random.default_rng(seed).permutation(len(data.train))[:samples]
-    return Dataset(data.name, data.train[order], data.test)
+    return data.first(order)
 
 
 def find_photo(
@@ -138,6 +160,20 @@ def by_quantity(data: Dataset, clients: int, alpha: float, rng: np.random.Genera
     return quantity_partition(len(data.train), clients, alpha, rng)
 
 
+def by_site(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:
+    """As the data came to be: a client for each site."""
+    return site_partition(data.sites, clients)
+
+
+_SEGMENTED: dict[str, Any] = {
+    "networks": {"unet": Network(UNet, tuple(unet_widths(8)))},
+    "training": Training(),
+    "loss": bce_and_dice,
+    "score": dice,
+    "metric": "test dice",
+    "classes": None,
+    "pictures": predicted_masks,
+}
 _CLASSIFIED: dict[str, Any] = {
     "partition": by_class,
     "loss": F.cross_entropy,
@@ -164,19 +200,19 @@ PROBLEMS: dict[str, Problem] = {
         networks={
             "convnet": Network(ConvNet, (6, 16, 120, 84)),
             "vgg": Network(VGG, (16, 16, 32, 32, 64, 64)),
+            "resnet": Network(ResNet, tuple(resnet_widths(12))),
         },
         training=Training(),
         **_CLASSIFIED,
     ),
     "carvana": Problem(
         load=lambda size: carvana(*(size or CARVANA_SIZE)),
-        networks={"unet": Network(UNet, tuple(unet_widths(8)))},
-        training=Training(),
         partition=by_quantity,
-        loss=bce_and_dice,
-        score=dice,
-        metric="test dice",
-        classes=None,
-        pictures=predicted_masks,
+        **_SEGMENTED,
+    ),
+    "nuclei": Problem(
+        load=lambda size: nuclei(*(size or NUCLEI_SIZE)),
+        partition=by_site,
+        **_SEGMENTED,
     ),
 }

@@ -22,7 +22,7 @@ from nafi.graph import Inputs, call, check_inputs, evaluating, first_line
 
 PROBE_LIMIT = 1024  # inputs that are used; more cost time and memory and tell little
 PROBE_FEW = 8  # fewer than these are warned of
-_FORMS = "a tensor, a tuple of arguments, a dict of them by name, or batches of these"
+_FORMS = "a tensor, a tuple of arguments, a dict of them by name, batches of these, or 'noise'"
 
 
 def read_probe(
@@ -33,8 +33,11 @@ def read_probe(
     probe: a tensor; a tuple, which is one batch of arguments or of inputs and labels; a dict of
         arguments by name; or any other iterable of such batches, as a list or a DataLoader
 
-    What comes beyond the network's arguments, as labels do, is left out.
+    What comes beyond the network's arguments, as labels do, is left out. "noise" stands for inputs
+    that are made up; see `noise_inputs`.
     """
+    if isinstance(probe, str) and probe == "noise":
+        probe = noise_inputs(example_inputs)
     if not example_inputs:
         raise InputError("probe: a network without inputs needs none; leave it out")
     batches: list[list[Any]] = []
@@ -57,6 +60,38 @@ def read_probe(
         text = f"probe: found {count}, too few to tell what networks do; some dozens will do"
         warnings.warn(text, FusionWarning, stacklevel=3)
     return inputs
+
+
+# The spectrum of photographs falls with the frequency: its amplitude about as 1 / f; a little
+# steeper is better for small images.
+_FALL, _MADE_UP = 1.5, 256
+
+
+def noise_inputs(example_inputs: Inputs, count: int = _MADE_UP) -> Tensor:
+    """Inputs that are made up, for whoever has none: mean 0 and deviation 1, as standardised data.
+
+    Images, (inputs, channels, height, width), get the spectrum of photographs and channels that are
+    alike; all else is white noise. Drawn by a fixed seed.
+    """
+    leaves = _tensors(check_inputs(example_inputs))
+    if len(leaves) != 1 or not leaves[0].is_floating_point() or leaves[0].ndim < 2:
+        raise InputError(
+            "probe: noise stands for a single input of numbers, such as images; give some dozens "
+            "of real inputs"
+        )
+    generator = torch.Generator().manual_seed(0)
+    shape = list(leaves[0].shape[1:])
+    if len(shape) != 3:
+        return torch.randn(count, *shape, generator=generator)
+    channels, height, width = shape
+    # What all channels have in common, and what is of each.
+    white = torch.randn(count, 1 + channels, height, width, generator=generator)
+    rows, columns = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)
+    frequency = (rows.square() + columns.square()).sqrt().clamp(min=1 / max(height, width))
+    shaped = torch.fft.irfft2(torch.fft.rfft2(white) / frequency**_FALL, s=(height, width))
+    shaped = shaped / shaped.std(dim=(1, 2, 3), keepdim=True)
+    images: Tensor = 0.9 * shaped[:, :1] + (1 - 0.9**2) ** 0.5 * shaped[:, 1:]
+    return images
 
 
 def batch_size(inputs: Any) -> int:

@@ -103,6 +103,7 @@ _COLOURS = {
     "rebasin": "#8a8f2f",
     "fedavg": "#7a4fa3",
     "fedprox": "#c2809b",
+    "stack": "#c0392b",
 }
 _GREY = "#51606f"
 _UNCOLOURED = ("local", "ensemble", "all")  # no method, or no single model
@@ -196,6 +197,54 @@ def _draw_methods(axes: Any, points: Sequence[tuple[str, float, float]]) -> None
     axes.set_yticks(range(len(points)), [method for method, _, _ in points], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(mean + spread for _, mean, spread in points) or 1)
+
+
+# Methods that differ in nothing but their size: "nafi 2x head" and "stack-4 head".
+_SIZES = re.compile(r"(?<= )\d+(\.\d+)?x ?|-\d+")
+
+
+def frontier_figure(
+    panels: Mapping[str, Mapping[str, tuple[float, float, float, float]]],
+) -> Figure:
+    """Scores over parameters and over multiply-adds; a row of two panels for each title.
+
+    panels: title -> method -> (parameters, multiply-adds, mean score, spread). Methods that differ
+    in size alone are one curve: filled with a solved head, hollow without; dashed for whole clients
+    side by side.
+    """
+    figure = Figure(figsize=(10.5, 3.7 * len(panels)), layout="constrained")
+    grid = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
+    for row, (title, methods) in zip(grid, panels.items(), strict=True):
+        curves: dict[str, list[tuple[float, float, float, float]]] = {}
+        for method, point in methods.items():
+            whole = " (whole clients)" if re.match(r"stack-\d", method) else ""
+            curves.setdefault(_SIZES.sub("", method).strip() + whole, []).append(point)
+        for which, (axes, size) in enumerate(zip(row, _FRONTIER_SIZES, strict=True)):
+            for name, points in curves.items():
+                x = sorted((point[which], *point[2:]) for point in points)
+                axes.errorbar(*zip(*x, strict=True), label=name, **_frontier_style(name))
+            axes.set_xscale("log")
+            axes.set_xlabel(size)
+            axes.set_title(title, fontsize="medium")
+        row[0].set_ylabel("score, %")
+        row[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small")
+    return figure
+
+
+_FRONTIER_SIZES = ("parameters", "multiply-adds of one input")
+
+
+def _frontier_style(name: str) -> dict[str, Any]:
+    colour, solved, whole = _colour(name), name.endswith("head"), "whole" in name
+    return {
+        "color": colour,
+        "marker": "s" if whole else "o",
+        "linestyle": "--" if whole else "-",
+        "markerfacecolor": colour if solved or whole else "white",
+        "capsize": 2,
+        "markersize": 5,
+        "linewidth": 1.2,
+    }
 
 
 def rounds_figure(panels: Mapping[str, Mapping[str, Sequence[float]]], metric: str) -> Figure:

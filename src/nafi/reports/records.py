@@ -80,6 +80,7 @@ _ORDER = (
     "nafi-layerwise",
     "nafi-average",
     "nafi",
+    "stack",
     "ensemble",
 )
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")

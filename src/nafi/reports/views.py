@@ -130,13 +130,41 @@ def _methods(material: Material) -> Iterator[TextTable | Figure]:
 @view("parameters")
 def _parameters(material: Material) -> Iterator[TextTable | Figure]:
     """How large the fused networks are."""
-    cells = by_cell([r for r in material.records if r.get("parameters")], lambda r: r["parameters"])
+    yield _size_table(material, "parameters", 1e3, "Parameters, thousands")
+
+
+@view("multiply-adds")
+def _multiply_adds(material: Material) -> Iterator[TextTable | Figure]:
+    """How much work one input is for the fused networks."""
+    yield _size_table(material, "multiply_adds", 1e6, "Multiply-adds of one input, millions")
+
+
+def _size_table(material: Material, name: str, unit: float, title: str) -> TextTable:
+    cells = by_cell([r for r in material.records if r.get(name)], lambda r: r[name])
     methods = in_order({method for row in cells.values() for method in row})
     rows = tuple(
-        (m, *(f"{row[m].mean / 1000:.1f}" if m in row else "" for row in cells.values()))
+        (m, *(f"{row[m].mean / unit:.1f}" if m in row else "" for row in cells.values()))
         for m in methods
     )
-    yield TextTable("Parameters, thousands", ("method", *map(cell_name, cells)), rows)
+    return TextTable(title, ("method", *map(cell_name, cells)), rows)
+
+
+@view("frontier")
+def _frontier(material: Material) -> Iterator[TextTable | Figure]:
+    """Scores over the size of the fused network: a row of panels for each cell."""
+    sized = [r for r in material.records if r.get("parameters") and r.get("multiply_adds")]
+    scores = by_cell(sized, lambda r: r["test"])
+    parameters = by_cell(sized, lambda r: r["parameters"])
+    work = by_cell(sized, lambda r: r["multiply_adds"])
+    panels = {
+        cell_name(key): {
+            m: (parameters[key][m].mean, work[key][m].mean, value.mean, value.spread or 0.0)
+            for m, value in row.items()
+        }
+        for key, row in scores.items()
+    }
+    if panels:
+        yield figures.frontier_figure(panels)
 
 
 @view("size")
