@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -92,11 +93,29 @@ def test_existing_files_are_kept(tmp_path: Path) -> None:
     assert len(load_file(file)) == 6
 
 
-def test_an_ensemble_is_not_one_model(tmp_path: Path) -> None:
-    result = nafi.fuse([seeded(s, 8, 12, 9, 5) for s in range(2)], INPUTS, method="ensemble")
-    with pytest.raises(InputError, match="several models"):
-        nafi.save(result, tmp_path / "e.safetensors")
-    assert not list(tmp_path.iterdir())
+def make_mlp() -> nn.Module:
+    return seeded(0, 8, 12, 9, 5)
+
+
+@pytest.mark.parametrize("average", ["logits", "probabilities"])
+def test_an_ensemble_is_one_file(average: str, tmp_path: Path) -> None:
+    models = [seeded(s, 8, 12, 9, 5) for s in range(2)]
+    result = nafi.fuse(models, INPUTS, method="ensemble", average=average)
+    nafi.save(result, tmp_path / "e.safetensors")
+    read = nafi.load(tmp_path / "e.safetensors", make_mlp)
+    assert gap(read, result.model, INPUTS) < 1e-6
+
+
+@pytest.mark.parametrize("tensor", ["shares", "models.1.layers.0.weight"])
+def test_an_ensemble_that_lacks_a_tensor_is_refused(tensor: str, tmp_path: Path) -> None:
+    models, file = [seeded(s, 8, 12, 9, 5) for s in range(2)], tmp_path / "e.safetensors"
+    nafi.save(nafi.fuse(models, INPUTS, method="ensemble"), file)
+    with safe_open(file, framework="pt") as handle:
+        metadata = handle.metadata()
+    state = {name: value for name, value in load_file(file).items() if name != tensor}
+    save_file(state, file, metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"what each of its 2|lacks layers\.0\.weight"):
+        nafi.load(file, make_mlp)
 
 
 def test_torch_files_hold_tensors_or_are_refused(tmp_path: Path) -> None:

@@ -565,7 +565,7 @@ IN_ROUNDS = "rounds = 2\n" + METHOD
             METHOD + 'method = "nafi"\n[report]\nviews = ["score"]\ntitles = { widths = "W" }',
             "report: titles: 'widths' is none of the views score",
         ),
-        (METHOD + 'method = "nafi"\nwidths_of = "n"', "widths_of needs an experiment in rounds"),
+        (METHOD + 'method = "nafi"\nwidths_of = "n"', "is no method with widths of its own"),
         ("widths = [5]\nhidden = [2]\n" + METHOD + 'method = "nafi"', "hidden: the network"),
         ("profile = 3\n" + METHOD + 'method = "nafi"', r"expected tables \[profile.NAME\]"),
         (

@@ -44,7 +44,7 @@ def counted(models: list[Any], method: str, counts: Any = COUNTS, **options: Any
 
 
 def test_all_methods_are_known() -> None:
-    assert set(METHODS) == {"nafi", "pfnm", "fedavg", "ot", "rebasin", "ensemble"}
+    assert set(METHODS) == {"nafi", "pfnm", "fedavg", "ot", "rebasin", "stack", "ensemble"}
 
 
 @pytest.mark.parametrize("method", METHODS)

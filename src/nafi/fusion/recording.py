@@ -23,6 +23,8 @@ from nafi.graph import (
     ModelSpec,
     Positions,
     Product,
+    call,
+    evaluating,
     lift_axes,
     permute,
     random_permutations,
@@ -154,7 +156,7 @@ def unlike_rows(model: nn.Module, spec: ModelSpec, probe: Inputs) -> dict[str, s
         name: Positions(order.argsort(dim=-1), spec.groups[name].width)
         for name, order in orders.items()
     }
-    few = first_inputs(probe, 2)
+    few = _runnable(model, probe)
     plain, permuted = (record(m, spec, few) for m in (model, permute(model, spec, orders)))
     return {
         name: "it runs along neurons"
@@ -164,6 +166,17 @@ def unlike_rows(model: nn.Module, spec: ModelSpec, probe: Inputs) -> dict[str, s
             lift_axes(written.values, written.axes, spec, places),
         )
     }
+
+
+def _runnable(model: nn.Module, probe: Inputs) -> Inputs:
+    """Two inputs; all of them where these are not independent, as the nodes of a graph are not."""
+    few = first_inputs(probe, 2)
+    try:
+        with evaluating(model):
+            call(model, few)
+    except (IndexError, RuntimeError, ValueError):
+        return probe
+    return few
 
 
 def first_inputs(probe: Inputs, count: int) -> Inputs:
