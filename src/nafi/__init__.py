@@ -20,6 +20,7 @@ __all__ = [
     "SpecError",
     "__version__",
     "calibrate",
+    "frontier",
     "fuse",
     "groups",
     "input_moments",
@@ -40,7 +41,15 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from nafi import graph as graph
     from nafi import matching as matching
     from nafi.checkpoints import load, save
-    from nafi.fusion import FusionResult, calibrate, fuse, input_moments, solve_head, statistics
+    from nafi.fusion import (
+        FusionResult,
+        calibrate,
+        frontier,
+        fuse,
+        input_moments,
+        solve_head,
+        statistics,
+    )
     from nafi.graph import ModelSpec, groups
     from nafi.matching import Matching, match, match_path
     from nafi.statistics_files import load_statistics, save_statistics
@@ -53,6 +62,7 @@ else:
             "fusion": [
                 "FusionResult",
                 "calibrate",
+                "frontier",
                 "fuse",
                 "input_moments",
                 "solve_head",

@@ -83,6 +83,24 @@ def optional(constraint: Constraint) -> Constraint:
     )
 
 
+def one_or_several(constraint: Constraint) -> Constraint:
+    """The same, or a list of such values to choose from."""
+
+    def allows(value: Any) -> bool:
+        if not is_listed(value):
+            return constraint.allows(value)
+        return len(value) > 0 and all(map(constraint.allows, value))
+
+    return Constraint(allows, f"{constraint.expected}, or a list of such values")
+
+
+def is_listed(value: object) -> bool:
+    """Whether a value of an option stands for several."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def option(constraint: Constraint, default: Any = dataclasses.MISSING) -> Any:
     """A field of an `Options` class; without a default it must be given."""
     return dataclasses.field(default=default, metadata={_CONSTRAINT: constraint})

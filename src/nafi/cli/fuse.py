@@ -41,6 +41,21 @@ def fuse(
         str | None,
         typer.Option(help="nafi, pfnm: most neurons of a group, like 300; or a factor, like 2.5x."),
     ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="nafi, pfnm, stack: size of the whole network, like '2.0 params' or '0.5 flops' "
+            "(times one checkpoint's) or '300 kB'. Several need --validate: the best is kept."
+        ),
+    ] = None,
+    frontier: Annotated[
+        bool,
+        typer.Option(
+            "--frontier",
+            help="Try several budgets with stack and nafi, and draw scores over sizes; needs "
+            "--probe and --validate. The best is written.",
+        ),
+    ] = False,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other option: see `nafi methods NAME`."),
@@ -98,8 +113,9 @@ def fuse(
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
     from nafi.checkpoints import load_clients
     from nafi.files import check_writable, read_json
+    from nafi.fusion import BUDGETS, make_method
+    from nafi.fusion import frontier as try_budgets
     from nafi.fusion import fuse as fuse_models
-    from nafi.fusion import make_method
 
     _check_targets(out, report, checkpoints)
     for target in filter(None, [out, report]):
@@ -108,10 +124,18 @@ def fuse(
         require("jinja2")
     if require_better and validate is None:
         raise InputError("--require-better needs --validate, which says what is better")
-    command_options = {"penalty": penalty, "evidence": evidence, "max_width": max_width}
+    command_options: dict[str, Any] = {
+        "penalty": penalty,
+        "evidence": evidence,
+        "max_width": max_width,
+    }
     command_options |= {"batchnorm": batchnorm, "seed": seed}
     if calibrate:
         command_options |= _calibrated(batchnorm, probe)
+    if frontier:
+        _check_frontier(command_options, method, option, probe, validate)
+    elif budget:
+        command_options["budget"] = budget[0] if len(budget) == 1 else budget
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
     if validate is None:
@@ -136,25 +160,26 @@ def fuse(
     if sample_counts is not None:
         # Classes would count for more than samples: what the user gives comes first.
         used = {"sample_counts": _numbers(sample_counts)}
+    common: dict[str, Any] = {"probe": inputs, "validate": scoring}
+    common["names"] = [str(path) for path in checkpoints]
+    points: list[dict[str, Any]] = []
     with print_warnings(), progress_bar(as_json) as progress:
-        result = fuse_models(
-            files.models,
-            files.example_inputs,
-            chosen,
-            probe=inputs,
-            validate=scoring,
-            names=[str(path) for path in checkpoints],
-            progress=progress,
-            **used,
-        )
+        common["progress"] = progress
+        if frontier:
+            tried = try_budgets(
+                files.models, files.example_inputs, budgets=budget or BUDGETS, **common, **used
+            )
+            result, points = tried.best, tried.to_dict()
+        else:
+            result = fuse_models(files.models, files.example_inputs, chosen, **common, **used)
     if require_better and result.scores is not None and not result.scores.better:
-        _tell(result, None, None, as_json)
+        _tell(result, None, None, as_json, points)
         tell("nothing is written: the result scores below a checkpoint (--require-better)")
         raise typer.Exit(3)
     _save(result, out, files, known | used, overwrite=force)
     if report is not None:
-        _write_page(result, out, report)
-    _tell(result, out, report, as_json)
+        _write_page(result, out, report, points)
+    _tell(result, out, report, as_json, points)
 
 
 def _calibrated(batchnorm: str | None, probe: str | None) -> dict[str, Any]:
@@ -164,6 +189,23 @@ def _calibrated(batchnorm: str | None, probe: str | None) -> dict[str, Any]:
     if batchnorm not in (None, "average"):
         raise InputError(f"--calibrate: found --batchnorm {batchnorm}, expected average or nothing")
     return {"batchnorm": "average", "refit": False}
+
+
+def _check_frontier(
+    command_options: dict[str, Any],
+    method: str,
+    others: list[str] | None,
+    probe: str | None,
+    validate: str | None,
+) -> None:
+    """Refuse what --frontier needs and lacks, and what it would not heed."""
+    if probe is None or validate is None:
+        raise InputError("--frontier needs --probe, to refit by, and --validate, to score by")
+    given = [name for name, value in command_options.items() if value is not None]
+    if given or others or method != "nafi":
+        what = [*(["method"] if method != "nafi" else []), *given, *(["option"] if others else [])]
+        listed = ", ".join("--" + name.replace("_", "-") for name in what)
+        raise InputError(f"--frontier tries stack and nafi as they are: leave out {listed}")
 
 
 def _scoring(name: str) -> Validate:
@@ -225,13 +267,16 @@ def _title(result: FusionResult) -> str:
     return f"{result.diagnostics['models']} models fused by {result.diagnostics['method']}"
 
 
-def _write_page(result: FusionResult, out: Path, report: Path) -> None:
+def _write_page(
+    result: FusionResult, out: Path, report: Path, points: list[dict[str, Any]]
+) -> None:
     from nafi.fusion import verdict
     from nafi.reports import write_fusion_page
 
     facts = {
         "command": "nafi " + shlex.join(sys.argv[1:]),
         "seconds": f"{result.diagnostics['seconds']:.1f}",
+        "size": _size(result),
         "checkpoint": str(out),
     }
     write_fusion_page(
@@ -244,27 +289,47 @@ def _write_page(result: FusionResult, out: Path, report: Path) -> None:
         agreement=None if result.agreement is None else result.agreement.to_dict(),
         fits={name: asdict(fit) for name, fit in result.fits.items()},
         kept=result.kept,
+        frontier=points,
     )
 
 
-def _tell(result: FusionResult, out: Path | None, report: Path | None, as_json: bool) -> None:
+def _size(result: FusionResult) -> str:
+    """How large the result is, and how many times one checkpoint that is."""
+    size = result.diagnostics["size"]
+    return (
+        f"{size['params']:,.0f} parameters, {size['params_of_client']:.2f} times those of one "
+        f"checkpoint; {size['flops']:,.0f} multiply-adds of one input, "
+        f"{size['flops_of_client']:.2f} times"
+    )
+
+
+def _tell(
+    result: FusionResult,
+    out: Path | None,
+    report: Path | None,
+    as_json: bool,
+    points: list[dict[str, Any]],
+) -> None:
     """Print what was done and how good it is. out, report: what was written."""
     if as_json:
-        typer.echo(json.dumps(_as_data(result, out)))
+        typer.echo(json.dumps(_as_data(result, out) | {"frontier": points}))
         return
     from nafi.fusion import verdict
-    from nafi.reports import fits_table, fusion_table, judgement_table
+    from nafi.reports import fits_table, frontier_table, fusion_table, judgement_table
 
     rows, seconds, title = result.summary(), result.diagnostics["seconds"], _title(result)
     console = Console()
     if rows:
         console.print(fusion_table(rows, title))
-    if result.fits:
-        console.print(fits_table({name: asdict(fit) for name, fit in result.fits.items()}))
+    changed = {n: asdict(fit) for n, fit in result.fits.items() if fit.before > _NOTHING}
+    if changed:
+        console.print(fits_table(changed))
     if result.scores is not None:
         console.print(judgement_table(result.scores.to_dict()))
+    if points:
+        console.print(frontier_table(points))
     written = f': nafi.load("{out}")' if out is not None else ""
-    lines = [f"{title} in {seconds:.1f} s{written}"]
+    lines = [f"{title} in {seconds:.1f} s{written}", _size(result)]
     if report is not None:
         lines.append(f"The page is in {report}")
     found = verdict(result)
@@ -279,7 +344,7 @@ def _as_data(result: FusionResult, out: Path | None) -> dict[str, Any]:
     """The same for machines."""
     from nafi.fusion import verdict
 
-    facts = {key: result.diagnostics[key] for key in ("method", "options", "seconds")}
+    facts = {key: result.diagnostics[key] for key in ("method", "options", "seconds", "size")}
     return {
         **facts,
         "groups": result.summary(),
@@ -320,4 +385,6 @@ def _max_width(text: str) -> int | float:
         ) from None
 
 
+# A layer whose inputs are all there has nothing to be fitted to.
+_NOTHING = 1e-6
 _WORDS = {"True": "true", "False": "false", "None": "null"}

@@ -7,6 +7,7 @@ from nafi.fusion.budget import measured_size, read_budget
 from nafi.fusion.clients import check_class_axis, check_clients
 from nafi.fusion.descent import Descent, in_place, next_group
 from nafi.fusion.ensemble import Ensemble, EnsembleNetwork
+from nafi.fusion.frontier import BUDGETS, Frontier, Point, frontier
 from nafi.fusion.head import (
     SCALES,
     HeadFit,
@@ -33,6 +34,7 @@ from nafi.fusion.widths import check_max_width, width_limits
 from nafi.graph import calibrate
 
 __all__ = [
+    "BUDGETS",
     "METHODS",
     "PROBE_LIMIT",
     "SCALES",
@@ -45,6 +47,7 @@ __all__ = [
     "Ensemble",
     "EnsembleNetwork",
     "FedAvg",
+    "Frontier",
     "FusionResult",
     "FusionWarning",
     "HeadFit",
@@ -54,6 +57,7 @@ __all__ = [
     "Nafi",
     "Networks",
     "Pfnm",
+    "Point",
     "Progress",
     "Rebasin",
     "Scores",
@@ -70,6 +74,7 @@ __all__ = [
     "check_clients",
     "check_max_width",
     "fit_head",
+    "frontier",
     "fuse",
     "in_place",
     "input_moments",

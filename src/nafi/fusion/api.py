@@ -96,7 +96,15 @@ def fuse(
     if inputs is not None:
         prepared = replace(prepared, probe=inputs)
     batches = None if head is None else list(head)
-    fuse_variant = partial(_fuse, prepared=prepared, probe=inputs, batches=batches, progress=report)
+    measure = partial(measured_size, clients=clients.models, inputs=example_inputs)
+    fuse_variant = partial(
+        _fuse,
+        prepared=prepared,
+        probe=inputs,
+        batches=batches,
+        measure=measure,
+        progress=report,
+    )
     if validate is None:
         result = fuse_variant(chosen)
     else:
@@ -114,7 +122,6 @@ def fuse(
         "models": len(clients),
         "options": chosen.settings(),
         "seconds": time.perf_counter() - start,
-        "size": measured_size(result.model, clients.models, example_inputs),
     }
     return replace(result, diagnostics={**diagnostics, **result.diagnostics})
 
@@ -130,17 +137,18 @@ def _fuse(
     prepared: Any,
     probe: Inputs | None,
     batches: Sequence[Any] | None,
+    measure: Callable[[nn.Module], Mapping[str, float]],
     progress: Progress,
 ) -> FusionResult:
     """One variant's result; averaged normalisation is measured where there are inputs for it."""
     result = method.fuse(prepared, progress)
     if probe is not None and getattr(method, "batchnorm", None) == Normalisation.AVERAGE:
         calibrate(_Spread(result.model), [(probe,)])
-    if batches is None:
-        return result
-    progress("solving the last layer", 0, 1)
-    model = solve_head(result.model, [statistics(result.model, batches)])
-    return replace(result, model=model)
+    if batches is not None:
+        progress("solving the last layer", 0, 1)
+        model = solve_head(result.model, [statistics(result.model, batches)])
+        result = replace(result, model=model)
+    return replace(result, diagnostics={**result.diagnostics, "size": measure(result.model)})
 
 
 class _Spread(nn.Module):
@@ -168,7 +176,8 @@ def _best(
         progress("scoring the result", 0, 1)
         found = score(validate, result.model)
         entry = {**variant.differences(method), "score": found}
-        scores.append({**entry, "widths": result.widths})
+        size = result.diagnostics["size"]
+        scores.append({**entry, "widths": result.widths, "size": size})
         if found > highest:
             diagnostics = {**result.diagnostics, **entry, "scores": scores}
             best, highest = replace(result, diagnostics=diagnostics), found

@@ -7,12 +7,12 @@ both directions; they differ in the penalty and in the order of the groups alone
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
-import numpy as np
-
+from nafi.errors import InputError
+from nafi.fusion.budget import BUDGET, read_budget
 from nafi.fusion.clients import Clients
 from nafi.fusion.descent import Descent, MatchingOptions
 from nafi.fusion.features import Moments
@@ -20,24 +20,12 @@ from nafi.fusion.method import AligningMethod, Alignment, Progress
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, check_clip
 from nafi.fusion.screen import Screen
-from nafi.fusion.widths import MAX_WIDTH, MaxWidth, width_limits
+from nafi.fusion.widths import MAX_WIDTH, MaxWidth, largest_factor, width_limits
 from nafi.graph import Inputs, ModelSpec
 from nafi.matching import DIVERGENCES
-from nafi.options import Constraint, number, one_of, option, optional
+from nafi.options import number, one_of, one_or_several, option, optional
 
 DIRECTIONS = ("bottom-up", "top-down")
-_PENALTY = number(at_least=0)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_penalty(value: Any) -> bool:
-    several = np.ndim(value) == 1 if isinstance(value, np.ndarray) else _is_list(value)
-    return (
-        all(map(_PENALTY.allows, value)) and len(value) > 0 if several else _PENALTY.allows(value)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +35,8 @@ class Bayesian(MatchingOptions, AligningMethod):
     direction: "bottom-up", or "top-down" as in the public PFNM code
     max_width: most neurons of a group: a whole number, a float as a factor of the local width, or
         either by group name. With a probe, as many are kept apart as differ, up to this
+    budget: instead, the largest factor that keeps the whole network within "2.0 params" or
+        "2.0 flops", times one client's, or a size such as "300 kB". A list needs validate=
     match_by: with a probe, "responses" to it, or "weights" as without one
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the
@@ -58,14 +48,19 @@ class Bayesian(MatchingOptions, AligningMethod):
         {"class_counts", "sample_counts", "input_moments", "probe"}
     )
 
+    lists: ClassVar[tuple[str, ...]] = ("budget",)
+
     direction: str = option(one_of(DIRECTIONS), "bottom-up")
     max_width: MaxWidth = option(MAX_WIDTH, None)
+    budget: str | float | Sequence[str | float] | None = option(one_or_several(BUDGET), None)
     match_by: str = option(one_of(("responses", "weights")), "responses")
     clip: float | None = option(optional(number(above=0)), None)
     trim: float = option(number(at_least=0, below=0.5), 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.budget is not None and self.max_width is not None:
+            raise InputError("give max_width or budget, not both: each says how wide")
         check_clip(self.screen, self.batchnorm)
 
     @property
@@ -97,7 +92,10 @@ class Bayesian(MatchingOptions, AligningMethod):
         matched: groups that are in the same order in all networks already
         """
         if limits is None:
-            limits = width_limits(networks, self.max_width)
+            widest = self.max_width
+            if self.budget is not None:
+                widest = largest_factor(networks, read_budget(self.budget))
+            limits = width_limits(networks, widest)
         match_by = "weights" if networks.probe is None else self.match_by
         return Descent(networks, self, limits, moments or {}, matched, match_by)
 
@@ -123,10 +121,9 @@ class Nafi(Bayesian):
     """
 
     name: ClassVar[str] = "nafi"
+    lists: ClassVar[tuple[str, ...]] = ("penalty", "budget")
 
-    penalty: float | Sequence[float] = option(
-        Constraint(_is_penalty, "a number of at least 0, or a list of such numbers"), 0.4
-    )
+    penalty: float | Sequence[float] = option(one_or_several(number(at_least=0)), 0.4)
     divergence: str = option(one_of(DIVERGENCES), "kl")
 
     @property
@@ -134,8 +131,3 @@ class Nafi(Bayesian):
         (one,) = self.variants()
         assert isinstance(one.penalty, Real)
         return float(one.penalty), self.divergence
-
-    def variants(self) -> Sequence[Self]:
-        if not isinstance(self.penalty, Sequence | np.ndarray):
-            return (self,)
-        return tuple(replace(self, penalty=float(value)) for value in self.penalty)

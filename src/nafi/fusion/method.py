@@ -7,9 +7,10 @@ options are the fields of a frozen dataclass and are checked when the object is 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -24,7 +25,7 @@ from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
 from nafi.graph import Inputs, ModelSpec, Normalisation, Placement, Positions, Shares
 from nafi.matching import Index, Matching
-from nafi.options import SWITCH, Options, one_of, option
+from nafi.options import SWITCH, Options, is_listed, one_of, option
 
 # Called before each step with what comes next, how many steps are done, and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -35,11 +36,13 @@ class Method(Options, ABC):
     """A way to make one model of several; its fields are its options.
 
     name: what users call it
+    lists: its options that may list several values, to choose from by a score
     uses: which of class_counts, sample_counts and input_moments it takes into account; whatever
         else is given of the clients' data is refused
     """
 
     name: ClassVar[str]
+    lists: ClassVar[tuple[str, ...]] = ()
     uses: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
@@ -56,7 +59,11 @@ class Method(Options, ABC):
 
     def variants(self) -> Sequence[Self]:
         """The methods to choose from by a score, where an option lists several values."""
-        return (self,)
+        listed = {
+            name: list(getattr(self, name)) for name in self.lists if is_listed(getattr(self, name))
+        }
+        values = itertools.product(*listed.values())
+        return tuple(replace(self, **dict(zip(listed, each, strict=True))) for each in values)
 
     def check_available(self) -> None:
         """Refuse a method whose packages are not installed."""

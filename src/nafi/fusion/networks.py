@@ -53,7 +53,6 @@ class Networks:
     batchnorm: what becomes of normalisation; "average" averages networks as `unfolded` gives them
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
     probe: inputs without labels, if there are any
-    scores: of each client, the higher the better, if somebody has measured them
     """
 
     clients: Clients
@@ -65,7 +64,6 @@ class Networks:
     batchnorm: Normalisation
     learnt: frozenset[str]
     probe: Inputs | None = None
-    scores: tuple[float, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:

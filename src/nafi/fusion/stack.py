@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, TypeVar
+from functools import cached_property
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from nafi.errors import InputError
 from nafi.fusion.allocation import Part, cut_to
-from nafi.fusion.budget import BUDGET, read_budget, size_in
+from nafi.fusion.budget import BUDGET, Budget, read_budget, size_in
 from nafi.fusion.clients import Clients
 from nafi.fusion.ensemble import EnsembleNetwork, run_side_by_side, shares_of
 from nafi.fusion.merge import finished_network, merge_tensors
@@ -28,17 +29,9 @@ from nafi.fusion.result import Body, FusionResult
 from nafi.fusion.selection import NeuronOrder, neuron_orders
 from nafi.graph import Inputs, Kept, ModelSpec, copy_network
 from nafi.matching import Index
-from nafi.options import Constraint, one_of, option, whole
+from nafi.options import one_of, one_or_several, option, optional, whole
 
 _T = TypeVar("_T")
-_KEEP = whole(1)
-
-
-def _is_keep(value: Any) -> bool:
-    several = isinstance(value, Sequence) and not isinstance(value, str)
-    if several:
-        return len(value) > 0 and all(map(_KEEP.allows, value))
-    return value is None or _KEEP.allows(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +40,7 @@ class Stack(Method):
 
     budget: of the whole model: "1.0 params" or "0.5 flops" for so many times one client's, or a
         size such as "300 kB". Neurons go where the layers above miss them least, and the others
-        are refitted on the probe. None keeps clients as they are
+        are refitted on the probe. None keeps clients as they are. A list needs validate=
     keep: how many clients; None for all. A list needs validate= of `nafi.fuse`
     choose: which ones: "best" by the scores of validate=, else by samples, else those with the
         largest weights; or at "random"
@@ -58,52 +51,79 @@ class Stack(Method):
     name: ClassVar[str] = "stack"
     uses: ClassVar[frozenset[str]] = frozenset({"class_counts", "sample_counts", "probe"})
 
-    budget: str | float | None = option(BUDGET, None)
-    keep: int | Sequence[int] | None = option(
-        Constraint(_is_keep, "a whole number of at least 1, a list of them, or None"), None
-    )
+    lists: ClassVar[tuple[str, ...]] = ("budget", "keep")
+
+    budget: str | float | Sequence[str | float] | None = option(one_or_several(BUDGET), None)
+    keep: int | Sequence[int] | None = option(one_or_several(optional(whole(1))), None)
     choose: str = option(one_of(("best", "random")), "best")
     batchnorm: str = option(one_of(("attach", "fold")), "attach")
     seed: int = option(whole(0), 0)
 
-    def variants(self) -> Sequence[Self]:
-        if self.keep is None or isinstance(self.keep, int):
-            return (self,)
-        return tuple(replace(self, keep=count) for count in self.keep)
-
-    def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
+    def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Prepared:
         for variant in self.variants():
             if isinstance(variant.keep, int) and variant.keep > len(clients):
                 raise InputError(f"keep: found {variant.keep}, but there are {len(clients)} models")
         networks = prepare_networks(clients, example_inputs, spec, self.batchnorm)
         clients.check_classes(networks.spec)
-        return networks
+        return Prepared(networks)
 
-    def informed(self, prepared: Networks, scores: Sequence[float]) -> Networks:
+    def informed(self, prepared: Prepared, scores: Sequence[float]) -> Prepared:
         return replace(prepared, scores=tuple(scores))
 
-    def fuse(self, prepared: Networks, progress: Progress) -> FusionResult:
-        chosen = self._chosen(prepared)
-        clients = prepared.clients.only(*chosen)
+    def fuse(self, prepared: Prepared, progress: Progress) -> FusionResult:
+        networks, chosen = prepared.networks, self._chosen(prepared)
         slim = _slim_bodies(self, prepared, chosen, progress)
-        network = EnsembleNetwork([body.model for body in slim], *shares_of(clients)).eval()
-        assert prepared.architecture.example_inputs is not None
-        run_side_by_side(network, prepared.architecture.example_inputs)
-        return _result(network, prepared, dict(zip(chosen, slim, strict=True)))
+        shares = shares_of(networks.clients.only(*chosen))
+        network = EnsembleNetwork([body.model for body in slim], *shares).eval()
+        assert networks.architecture.example_inputs is not None
+        run_side_by_side(network, networks.architecture.example_inputs)
+        return _result(network, networks, dict(zip(chosen, slim, strict=True)))
 
-    def _chosen(self, networks: Networks) -> list[int]:
+    def _chosen(self, prepared: Prepared) -> list[int]:
         """The clients to keep, in their order."""
-        (one,) = self.variants()
-        count = len(networks.clients) if one.keep is None else one.keep
+        networks = prepared.networks
+        count = len(networks.clients) if self.keep is None else self.keep
         assert isinstance(count, int)
         if self.choose == "random":
             order = np.random.default_rng(self.seed).permutation(len(networks.clients)).tolist()
         else:
-            worth = networks.scores or networks.clients.sample_counts
+            worth = prepared.scores or networks.clients.sample_counts
             order = networks.ranking
             if worth is not None:
                 order = sorted(order, key=lambda s: -float(worth[s]))
         return sorted(order[:count])
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """The clients' networks, each for itself; what budgets have in common is found once.
+
+    scores: of each client, the higher the better, if somebody has measured them
+    """
+
+    networks: Networks
+    probe: Inputs | None = None
+    scores: tuple[float, ...] = ()
+
+    @cached_property
+    def alone(self) -> list[Networks]:
+        with_probe = replace(self.networks, probe=self.probe)
+        return [with_probe.only(s) for s in range(len(self.networks.clients))]
+
+    @cached_property
+    def orders(self) -> dict[int, dict[str, NeuronOrder]]:
+        """Filled as clients are asked for."""
+        return {}
+
+    def order(self, index: int) -> dict[str, NeuronOrder]:
+        """How much the neurons of one client matter, for the groups whose width can change."""
+        if index not in self.orders:
+            one, fixed = self.alone[index], self.networks.fixed_widths
+            groups = one.spec.groups.items()
+            names = [n for n, group in groups if group.parent is None and n not in fixed]
+            assert self.probe is not None
+            self.orders[index] = neuron_orders(one.template, one.spec, self.probe, names)
+        return self.orders[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,41 +141,39 @@ class _Slim:
 
 
 def _slim_bodies(
-    method: Stack, networks: Networks, chosen: Sequence[int], progress: Progress
+    method: Stack, prepared: Prepared, chosen: Sequence[int], progress: Progress
 ) -> list[_Slim]:
     """The chosen clients, cut down until they fit the budget together."""
-    alone = [networks.only(s) for s in chosen]
+    alone = [prepared.alone[s] for s in chosen]
     if method.budget is None:
         return [_whole(one) for one in alone]
-    if networks.probe is None:
+    if prepared.probe is None:
         raise InputError(
             "budget: which neurons matter is measured on a probe: give probe=, or leave the budget "
             "out and keep fewer clients (keep=)"
         )
-    budget = read_budget(method.budget)
-    size = size_in(budget.unit, networks.original, networks.architecture)
-    names = [
-        name
-        for name, group in networks.spec.groups.items()
-        if group.parent is None and name not in networks.fixed_widths
-    ]
+    names = prepared.networks.clients.names
     parts: list[Part] = []
-    orders: list[dict[str, NeuronOrder]] = []
     for s, one in zip(chosen, alone, strict=True):
-        progress(f"ordering the neurons of {networks.clients.names[s]}", len(parts), len(chosen))
-        orders.append(neuron_orders(one.template, one.spec, networks.probe, names))
-        weight = float(networks.clients.model_weights[s])
-        lost = {name: order.lost for name, order in orders[-1].items()}
+        progress(f"ordering the neurons of {names[s]}", len(parts), len(chosen))
+        lost = {group: order.lost for group, order in prepared.order(s).items()}
+        weight = float(prepared.networks.clients.model_weights[s])
         parts.append(Part(one.architecture, lost, weight))
+    widths = _within(read_budget(method.budget), parts, prepared.networks)
+    slim: list[_Slim] = []
+    for s, one, at in zip(chosen, alone, widths, strict=True):
+        progress(f"refitting {names[s]}", len(slim), len(chosen))
+        slim.append(_cut(one, prepared.order(s), at))
+    return slim
+
+
+def _within(budget: Budget, parts: Sequence[Part], networks: Networks) -> list[dict[str, int]]:
+    """The widths of each client at which all together keep the budget."""
+    size = size_in(budget.unit, networks.original, networks.architecture)
     limit = budget.amount
     if budget.unit != "bytes":
         limit *= sum(size.of(part.spec, part.spec.widths) for part in parts) / len(parts)
-    widths = cut_to(limit, parts, size, networks.tied_widths)
-    slim: list[_Slim] = []
-    for s, one, order, at in zip(chosen, alone, orders, widths, strict=True):
-        progress(f"refitting {networks.clients.names[s]}", len(slim), len(chosen))
-        slim.append(_cut(one, order, at))
-    return slim
+    return cut_to(limit, parts, size, networks.tied_widths)
 
 
 def _whole(one: Networks) -> _Slim:

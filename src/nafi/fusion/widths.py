@@ -11,9 +11,12 @@ from math import inf
 from numbers import Integral, Real
 
 from nafi.errors import InputError
+from nafi.fusion.budget import Budget, size_in
 from nafi.fusion.networks import Networks
 from nafi.graph import ModelSpec, tied_limits
 from nafi.options import Constraint
+
+_HALVINGS = 20
 
 MaxWidth = int | float | Mapping[str, "int | float"] | None
 
@@ -61,6 +64,31 @@ def width_limits(
     for tie in networks.tied_widths:  # their widths will agree
         limits |= tied_limits(tie, limits)
     return limits
+
+
+def largest_factor(networks: Networks, budget: Budget) -> float:
+    """The factor of the local widths at which a fused network costs what a budget allows."""
+    size = size_in(budget.unit, networks.original, networks.architecture)
+    limit = budget.amount
+    spec = networks.architecture
+    if budget.unit != "bytes":
+        limit *= sum(size.of(spec, local.widths) for local in networks.specs) / len(networks.specs)
+
+    def cost(factor: float) -> float:
+        return size.of(spec, spec.widths | width_limits(networks, factor))
+
+    if cost(1.0) > limit:
+        raise InputError(
+            f"budget: found {budget}, but a merged network is as wide as its widest client, which "
+            f"is {cost(1.0) / limit:.2f} times that; method stack can be smaller"
+        )
+    low, high = 1.0, float(len(networks.specs))
+    if cost(high) <= limit:
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cost(middle) <= limit else (low, middle)
+    return low
 
 
 def check_max_width(max_width: MaxWidth, spec: ModelSpec) -> None:

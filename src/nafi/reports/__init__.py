@@ -15,6 +15,7 @@ __all__ = [
     "check_views",
     "draw_demo",
     "fits_table",
+    "frontier_table",
     "fusion_table",
     "judgement_table",
     "metric_of",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from nafi.reports.figures import check_picture, draw_demo
     from nafi.reports.fusion import (
         fits_table,
+        frontier_table,
         fusion_table,
         judgement_table,
         write_fusion_page,
@@ -42,7 +44,13 @@ else:  # `nafi fuse` prints a table without importing matplotlib
         {
             "experiments": ["Section", "sections", "write_markdown", "write_page"],
             "figures": ["check_picture", "draw_demo"],
-            "fusion": ["fits_table", "fusion_table", "judgement_table", "write_fusion_page"],
+            "fusion": [
+                "fits_table",
+                "frontier_table",
+                "fusion_table",
+                "judgement_table",
+                "write_fusion_page",
+            ],
             "records": ["TextTable", "metric_of", "score_table"],
             "views": ["check_views"],
         },

@@ -8,6 +8,7 @@ neurons; for every weight how it was refitted, or why not.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ _AGREEMENTS = {
     "clients gives them. It is no accuracy: the ensemble may be wrong.",
     "values": "The share of the variance of the clients' mean output that is explained "
     "(R squared), on {} unlabelled inputs. It says nothing of how good that mean is.",
+}
+# The drawing of a frontier, and what each kind of network is called in it.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 628.0, 14.0, 236.0
+_SIZE_AXES = (
+    ("params", "parameters, times one client's"),
+    ("flops", "multiply-adds of one input, times one client's"),
+)
+_DOTS = {
+    "stack": "stack",
+    "whole clients": "whole",
+    "client": "alone",
+    "ensemble": "together",
 }
 _FIT_HEADINGS = ("weight", "error before", "after", "ridge", "inputs", "samples")
 
@@ -49,6 +62,19 @@ def judgement_table(scores: Mapping[str, Any]) -> Table:
     return table
 
 
+def frontier_table(points: Rows) -> Table:
+    """Every network that was tried, as `Frontier.to_dict` gives them; the best in bold."""
+    table = Table(title="Scores over sizes; sizes in those of one client")
+    for heading in ("method", "budget", "parameters", "multiply-adds", "score"):
+        table.add_column(heading, justify="left" if heading in ("method", "budget") else "right")
+    best = max(point["score"] for point in points if point["score"] is not None)
+    for point in points:
+        numbers = [f"{point['params']:.2f}", f"{point['flops']:.2f}", _told(point["score"])]
+        style = "bold" if point["score"] == best else ""
+        table.add_row(point["method"], point["budget"], *numbers, style=style)
+    return table
+
+
 def fits_table(fits: Fits) -> Table:
     """How each weight was refitted: `fits` holds the fields of a `LayerFit` for each."""
     table = Table(title="Refitted on the probe; errors are shares of the variance")
@@ -70,12 +96,14 @@ def write_fusion_page(
     agreement: Mapping[str, Any] | None = None,
     fits: Fits | None = None,
     kept: Mapping[str, str] | None = None,
+    frontier: Rows = (),
 ) -> None:
     """One self-contained page: how good the result is, and who shares the neurons of each group.
 
     verdict: tone, text and advice
     scores, agreement: of clients, ensemble and fused model, as their `to_dict` gives them
     kept: weight -> why it was not refitted
+    frontier: networks of other sizes, as `Frontier.to_dict` gives them
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined  # of nafi[lab]; tables need none
 
@@ -94,12 +122,56 @@ def write_fusion_page(
         kept=_by_reason(kept or {}),
         headings=_HEADINGS,
         groups=groups,
+        pictures=[_picture(frontier, *axis) for axis in _SIZE_AXES if frontier],
         facts=facts,
         version=__version__,
         models=len(rows[0]["local"]) if rows else 0,
     )
     with atomic_path(path) as partial:
         partial.write_text(page, encoding="utf-8")
+
+
+def _picture(points: Rows, size: str, title: str) -> dict[str, Any]:
+    """Scores over sizes on a logarithmic axis: where dots and ticks lie in the drawing."""
+    points = [point for point in points if point["score"] is not None]
+    sizes = [float(point[size]) for point in points]
+    known = [float(point["score"]) for point in points]
+    low, high = min(known), max(known)
+    room = 0.08 * (high - low) or abs(high) or 1.0
+    low, high = low - room, high + room
+    left, right = log(min(sizes)) - 0.15, log(max(sizes)) + 0.15
+
+    def x(value: float) -> float:
+        return round(_LEFT + (_RIGHT - _LEFT) * (log(value) - left) / (right - left), 1)
+
+    def y(value: float) -> float:
+        return round(_BOTTOM - (_BOTTOM - _TOP) * (value - low) / (high - low), 1)
+
+    dots = [
+        {
+            "x": x(point[size]),
+            "y": y(point["score"]),
+            "kind": _DOTS.get(point["method"], "merged"),
+            "told": f"{point['method']}, {point['budget']}: {point[size]:.2f} times one client, "
+            f"{_told(point['score'])}",
+        }
+        for point in points
+    ]
+    ticks = [2.0**k for k in range(-6, 12) if left <= k * log(2) <= right]
+    return {
+        "title": title,
+        "dots": dots,
+        "lines": [_line(dots, kind) for kind in ("stack", "merged", "whole")],
+        "ticks": [{"x": x(tick), "told": f"{tick:g}"} for tick in ticks],
+        "scores": [{"y": y(value), "told": f"{value:.3g}"} for value in (min(known), max(known))],
+        "kinds": dict.fromkeys(dot["kind"] for dot in dots),
+    }
+
+
+def _line(dots: Rows, kind: str) -> dict[str, str]:
+    """The curve through all dots of a kind."""
+    places = sorted((dot["x"], dot["y"]) for dot in dots if dot["kind"] == kind)
+    return {"kind": kind, "points": " ".join(f"{x},{y}" for x, y in places)}
 
 
 def _score_chart(scores: Mapping[str, Any] | None) -> list[dict[str, Any]]:
