@@ -11,7 +11,14 @@ import nafi
 from nafi.errors import InputError
 from nafi.fusion.allocation import Part, cut_to
 from nafi.fusion.budget import Size, measured_size, multiplications, read_budget, size_in
-from nafi.fusion.selection import RIDGE, Reader, neuron_orders, neurons_along, order_neurons
+from nafi.fusion.selection import (
+    RIDGE,
+    Reader,
+    neuron_orders,
+    neurons_along,
+    order_neurons,
+    with_inputs,
+)
 from nafi.graph import permute, rebuild
 from tests.fusion.networks import MLP, seeded, trained_norms
 
@@ -68,6 +75,18 @@ def test_a_copy_and_a_silent_neuron_are_worth_nothing() -> None:
     assert set(found.order[3:].tolist()) <= {1, 3, 4}
     assert found.order.tolist()[-1] == 3
     assert found.lost[3] == pytest.approx(found.lost[5], abs=0.01)
+
+
+def test_what_the_last_layer_reads_counts_as_much_as_what_it_says() -> None:
+    layer = reader(0, 5, 1, 2)
+    both = order_neurons([with_inputs(layer.gram, layer.weights, layer.variance)], 5)
+    said = Reader(layer.gram, layer.weights, layer.variance)
+    read = Reader(layer.gram, torch.eye(5, dtype=torch.float64), float(layer.gram.diagonal().sum()))
+    apart = order_neurons([said, read], 5)
+    assert both.order.tolist() == apart.order.tolist()
+    assert both.lost == pytest.approx(apart.lost)
+    silent = with_inputs(torch.zeros(5, 5, dtype=torch.float64), layer.weights, 0.0)
+    assert order_neurons([silent], 5).lost == (0,) * 6
 
 
 class Cat(nn.Module):

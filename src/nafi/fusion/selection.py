@@ -141,10 +141,15 @@ def neuron_orders(
 
 @dataclass
 class _Seen:
-    """What one layer reads of a group; columns: (J, t) of its inputs."""
+    """What one layer reads of a group.
+
+    columns: (J, t) of its inputs
+    last: whether it makes outputs of the network
+    """
 
     columns: Tensor
     weights: Tensor
+    last: bool
     sums: LayerStatistics | None = None
     variance: float = 0.0
 
@@ -161,7 +166,23 @@ class _Seen:
     def reader(self) -> Reader:
         assert self.sums is not None
         own = self.weights[self.columns.flatten()].double()
-        return Reader(self.sums.centred().gram[0], own, self.variance)
+        gram = self.sums.centred().gram[0]
+        return (
+            with_inputs(gram, own, self.variance) if self.last else Reader(gram, own, self.variance)
+        )
+
+
+def with_inputs(gram: Tensor, weights: Tensor, variance: float) -> Reader:
+    """A layer that is to hand on what it reads besides what it computes, both counting the same.
+
+    Of what the last layer reads, a network's few outputs need little; but the layer may be solved
+    anew for all clients together, which needs what they do not have in common.
+    """
+    spread = float(gram.diagonal().sum())
+    if not variance > 0 or not spread > 0:
+        return Reader(gram, weights, 0.0)
+    identity = torch.eye(len(gram), dtype=gram.dtype)
+    return Reader(gram, torch.cat([weights / variance**0.5, identity / spread**0.5], dim=1), 1.0)
 
 
 class _Watched:
@@ -186,7 +207,8 @@ class _Watched:
             if seen is None:
                 neuron = neurons_along(self.spec, product.name, group)[place]
                 columns = _columns(neuron, self.spec.groups[group].width, inputs.shape[1])
-                seen = _Seen(columns, product.weights[0].detach().clone())
+                weights = product.weights[0].detach().clone()
+                seen = _Seen(columns, weights, last=not meaning.rows)
                 self.readers[group][product.name] = seen
             seen.add(inputs)
 
