@@ -39,6 +39,12 @@ def broken():
 def inputs():
     return torch.load("inputs.pt")
 
+def batches():
+    torch.manual_seed(0)
+    x = torch.randn(300, 6)
+    torch.save((x, x[:, :3].argmax(1)), "labelled.pt")
+    return [(x, x[:, :3].argmax(1))]
+
 def size(model):
     return sum(p.numel() for p in model.parameters())
 
@@ -165,6 +171,18 @@ OPTIONS = {
     "better than what": {"--require-better": None},
     "calibrate on what": {"--calibrate": None},
     "calibrate what": {"--calibrate": None, "--probe": "x:y", "--batchnorm": "fold"},
+    "budget": {"--budget": "2 miles"},
+    "budget and width": {"--budget": "2 params", "--max-width": "2.0x"},
+    "small budget": {"--budget": "0.5 params"},
+    "budgets": {"--option": 'budget=["1 params", "2 params"]'},
+    "frontier of what": {"--frontier": None},
+    "frontier and more": {
+        "--frontier": None,
+        "--probe": "x:y",
+        "--validate": "x:y",
+        "--penalty": "0.1",
+        "--option": "mass=2",
+    },
 }
 
 
@@ -255,6 +273,12 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("better than what", r"--require-better needs --validate"),
         ("calibrate on what", r"--calibrate needs --probe"),
         ("calibrate what", r"--calibrate: found --batchnorm fold, expected average"),
+        ("budget", r"budget: found '2 miles', expected \"1\.0 params\""),
+        ("budget and width", r"give max_width or budget, not both"),
+        ("small budget", r"budget: found 0\.5 params, but a merged network.*stack can be smaller"),
+        ("budgets", r"budget: a list needs validate="),
+        ("frontier of what", r"--frontier needs --probe.* and --validate"),
+        ("frontier and more", r"leave out --penalty, --option"),
     ],
 )
 def test_bad_input_is_told_in_a_line_or_two(
@@ -353,6 +377,65 @@ def test_penalties_can_be_chosen_from(folder: Path) -> None:
     assert code == 0, err
     widest = nafi.fuse([network(s) for s in range(3)], (torch.zeros(2, 6),), penalty=0.0)
     assert [row["width"] for row in json.loads(out)["groups"]] == list(widest.widths.values())
+
+
+def test_a_stack_within_a_budget_is_written_and_solved(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(torch.randn(40, 6), folder / "inputs.pt")
+    stack = ["--method", "stack", "--probe", "networks:inputs", "--budget", "1.5 params"]
+    code, out, err = fused(folder, *stack, "--report", "page.html")
+    assert code == 0, err
+    one = sum(p.numel() for p in network(0).parameters())
+    monkeypatch.chdir(folder)
+    model = nafi.load("g.safetensors")
+    parameters = sum(p.numel() for p in model.parameters())
+    assert 1.2 * one < parameters <= 1.5 * one
+    assert f"{parameters} parameters, {parameters / one:.2f} times those of one" in " ".join(
+        out.split()
+    )
+    assert "parameters" in (folder / "page.html").read_text()
+    for name in ("north", "south"):
+        done = run(
+            "statistics", "g.safetensors", "--data", "networks:batches", "--out", f"{name}.stats",
+            cwd=folder,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    done = run(
+        "head", "g.safetensors", "north.stats", "south.stats", "--out", "h.safetensors", cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    solved = nafi.load("h.safetensors")
+    inputs, labels = torch.load("labelled.pt")
+    with torch.no_grad():
+        right = [float((m(inputs).argmax(1) == labels).double().mean()) for m in (model, solved)]
+    assert right[1] > right[0]
+
+
+def test_the_frontier_is_told_drawn_and_its_best_written(folder: Path) -> None:
+    torch.save(torch.randn(40, 6), folder / "inputs.pt")
+    measured = ["--probe", "networks:inputs", "--validate", "networks:smallness", "--json"]
+    budgets = ["--budget", "0.7 params", "--budget", "1.5 params"]
+    code, out, err = fused(
+        folder, "--frontier", *measured, *budgets, "--report", "page.html", "--force"
+    )
+    assert code == 0, err
+    told = json.loads(out)
+    sizes = {(point["method"], point["budget"]): point["params"] for point in told["frontier"]}
+    assert set(sizes) == {
+        ("stack", "0.7 params"), ("stack", "1.5 params"), ("nafi", "1.5 params"),
+        *(("whole clients", f"{k} kept") for k in (1, 2, 3)),
+        *(("client", name) for name in FILES), ("ensemble", "all clients"),
+    }  # fmt: skip
+    assert sizes["stack", "0.7 params"] <= 0.7
+    assert sizes["whole clients", "2 kept"] == 2.0
+    assert 1.0 <= sizes["nafi", "1.5 params"] <= 1.5
+    # The smallest is the best by this score.
+    assert told["method"] == "stack"
+    assert told["size"]["params_of_client"] == sizes["stack", "0.7 params"]
+    page = (folder / "page.html").read_text()
+    assert page.count("<circle") == 2 * len(told["frontier"]) + 5
+    assert "Scores over sizes" in page
 
 
 def test_without_a_measure_nobody_is_told_of_success(folder: Path) -> None:

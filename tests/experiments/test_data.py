@@ -14,8 +14,8 @@ import torch
 
 from nafi.errors import InputError
 from nafi.experiments import load_data
-from nafi.experiments.data import cifar10, digits, mnist
-from nafi.experiments.partition import class_counts, dirichlet_partition
+from nafi.experiments.data import cifar10, digits, mnist, nuclei
+from nafi.experiments.partition import class_counts, dirichlet_partition, site_partition
 
 
 def test_digits_are_split_without_overlap() -> None:
@@ -149,3 +149,32 @@ def test_downloads_are_checked_against_the_published_digests(
             mnist()
         server.shutdown()
     assert not list((tmp_path / "cache").rglob("*.gz"))
+
+
+@pytest.mark.usefixtures("real_data")
+def test_nuclei_come_from_six_labs() -> None:
+    data = nuclei(32, 32)
+    assert data.sites is not None
+    assert len(data.train) + len(data.test) == 664
+    # Of 334, 107, 90, 90, 27 and 16 images every fifth is for testing, the first of all.
+    assert np.bincount(data.sites).tolist() == [267, 85, 72, 72, 21, 12]
+    assert data.train.inputs.shape == (529, 3, 32, 32)
+    assert set(data.train.labels.unique().tolist()) == {0, 1}
+    parts = site_partition(data.sites, 6)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(529))
+    # Labs differ in their inputs: fluorescence is dark, stained tissue is not.
+    means = [float(data.train.inputs[torch.from_numpy(part)].float().mean()) for part in parts]
+    assert max(means) > 3 * min(means)
+    with pytest.raises(InputError, match="found 5, but the data come from 6 sites"):
+        site_partition(data.sites, 5)
+    some = load_data("nuclei", 100, size=(32, 32))
+    assert some.sites is not None
+    assert len(some.sites) == len(some.train) == 100
+
+
+def test_nuclei_that_are_not_there_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NAFI_DATA", str(tmp_path))
+    with pytest.raises(InputError, match="NAFI_DATA to a folder with nuclei/images"):
+        nuclei(32, 32)

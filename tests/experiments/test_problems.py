@@ -116,7 +116,7 @@ def test_networks_with_statistics_train_one_after_the_other() -> None:
 
 
 def test_an_unknown_data_set_is_refused(tmp_path: Path) -> None:
-    known = "known: mnist, digits, cifar10, carvana"
+    known = "known: mnist, digits, cifar10, carvana, nuclei"
     with pytest.raises(InputError, match=f"there is no data set 'fashion'; {known}"):
         load_data("fashion")
     with pytest.raises(ValidationError, match="there is no data set 'fashion'"):

@@ -22,9 +22,10 @@ from nafi.experiments import (
 )
 from nafi.experiments.cells import Cell, cells
 from nafi.experiments.clients import population
-from nafi.experiments.models import VGG
+from nafi.experiments.models import VGG, ResNet, resnet_widths
 from nafi.experiments.trials import load_trial
 from nafi.federated import Samples, as_numbers
+from nafi.graph import groups
 from nafi.reports import score_table, sections
 
 TWO: dict[str, Any] = {
@@ -137,6 +138,28 @@ def test_a_report_has_a_column_for_each_problem(records: Records) -> None:
     assert "nafi 2x" in figure
 
 
+def test_scores_are_drawn_over_both_sizes(records: Records) -> None:
+    views = {"views": ["frontier", "multiply-adds"]}
+    (section,) = sections({"two": [{**r, "report": views} for r in records]}, report_of)
+    (figure,) = section.figures
+    for text in ("parameters", "multiply-adds of one input", "flat, 3 clients", "nafi"):
+        assert text in figure
+    # A multiplication for each weight, and none for a bias.
+    nafi = next(r for r in records if r["method"] == "nafi 2x" and r["problem"] == "flat")
+    (width,) = nafi["widths"]
+    assert nafi["multiply_adds"] == 64 * width + width * 10
+    assert nafi["parameters"] == nafi["multiply_adds"] + width + 10
+
+
+def test_clients_can_train_at_the_widths_of_another_method(tmp_path: Path) -> None:
+    wide = {"name": "wide", "method": "fedavg", "start": "shared", "widths_of": "nafi"}
+    nafi = {"name": "nafi", "method": "nafi", "options": {"max_width": 2.0}}
+    both = Experiment(**{**TWO, "problems": {"flat": {}}, "methods": [wide, nafi]})
+    records = run_experiment(both, tmp_path / "wide.jsonl", jobs=1, resume=False, progress=quiet)
+    found = {record["method"]: record for record in records}
+    assert found["wide"]["parameters"] == found["nafi"]["parameters"]
+
+
 def test_the_best_client_is_the_best_of_those_that_are_averaged(records: Records) -> None:
     cell = cell_of(Experiment(**TWO), "deep", "local")
     trial = load_trial(cell.trial_settings)
@@ -184,6 +207,13 @@ def test_the_vgg_has_six_convolutions_with_normalisation() -> None:
     assert sum(p.numel() for p in model.parameters()) == expected
     assert sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == 6
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_resnet_has_widths_in_the_order_of_its_groups() -> None:
+    widths = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    spec = groups(ResNet(widths).eval(), (torch.zeros(2, 3, 16, 16),))
+    assert list(spec.widths.values()) == widths
+    assert sum(isinstance(m, nn.Conv2d) for m in ResNet(resnet_widths(4)).modules()) == 15
 
 
 def test_a_head_is_that_of_all_clients_data() -> None:

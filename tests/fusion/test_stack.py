@@ -269,3 +269,36 @@ def test_a_stack_is_one_file(batchnorm: str, tmp_path: Path) -> None:
 
 def test_options_are_documented() -> None:
     assert all(info.meaning for info in Stack.describe())
+
+
+# ------------------------------------------------------------------------------ the frontier
+
+
+def test_budgets_share_what_they_have_in_common_and_all_are_scored() -> None:
+    models = [trained_norms(s) for s in range(2)]
+    found = nafi.frontier(
+        models,
+        IMAGES,
+        validate=lambda model: -float(parameters(model)),
+        probe=PROBE,
+        budgets=["0.6 params", "1.4 params"],
+    )
+    alone = nafi.fuse(models, IMAGES, method="stack", probe=PROBE, budget="1.4 params")
+    by_name = {(point.method, point.budget): point for point in found.points}
+    assert by_name["stack", "1.4 params"].score == -parameters(alone.model)
+    assert by_name["stack", "0.6 params"].params <= 0.6
+    assert ("nafi", "0.6 params") not in by_name  # a merged network is as wide as a client
+    assert by_name["client", "model 1"].params == by_name["whole clients", "1 kept"].params == 1.0
+    assert parameters(found.best.model) == -by_name["stack", "0.6 params"].score
+    with pytest.raises(InputError, match="not bytes"):
+        nafi.frontier(models, IMAGES, validate=len, probe=PROBE, budgets=["3 kB"])
+
+
+@pytest.mark.parametrize(("budget", "factor"), [("4.0 params", 2.0), ("9.0 flops", 3.0)])
+def test_a_budget_of_a_merged_network_is_a_width(budget: str, factor: float) -> None:
+    models = [trained_norms(s, channels=12) for s in range(4)]
+    found = nafi.fuse(models, IMAGES, probe=PROBE, budget=budget, penalty=0.0, evidence=1e6)
+    amount, unit = budget.split()
+    size = found.diagnostics["size"][f"{unit}_of_client"]
+    assert 0.8 * float(amount) < size <= float(amount)
+    assert found.widths["stem"] >= 12 * factor
