@@ -1,56 +1,88 @@
-"""The first picture of the README: one shot on deep networks, from the records of the experiment.
+"""The first picture of the README: accuracy over size, from the records of the experiment.
 
-python benchmarks/oneshot_figure.py    # reads results/, writes docs/oneshot.png
+python benchmarks/oneshot_figure.py    # reads results/, writes docs/frontier.png
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent.parent
 RECORDS = HERE / "results" / "oneshot-deep-scaled.jsonl"
-BARS = {  # record -> what the picture calls it, and its colour
-    "local best": ("best client", "#9aa5b1"),
-    "ensemble": ("ensemble of all clients", "#cbd2d9"),
-    "nafi 2x": ("fused, no data", "#f5c6a5"),
-    "nafi 2x probe 256": ("fused, 256 unlabelled inputs", "#4c8dd6"),
-    "nafi 2x probe 256 head": ("and the head from clients' statistics", "#1f4e8c"),
+HEAD = "probe 256 head"
+CURVES = {  # what the picture calls it -> records, from small to large, and how it is drawn
+    "stack: clients cut down to a budget": (
+        [f"stack 1x {HEAD}", f"stack 1.5x {HEAD}", f"stack 2x {HEAD}"],
+        {"color": "#c0392b", "marker": "o"},
+    ),
+    "nafi: neurons matched and merged": (
+        [f"nafi 1x {HEAD}", f"nafi 2x {HEAD}"],
+        {"color": "#1f5fa8", "marker": "o"},
+    ),
+    "1, 2, 4 whole clients side by side": (
+        ["stack-1 head", "stack-2 head", "stack-4 head"],
+        {"color": "#e08a1e", "marker": "s", "linestyle": "--"},
+    ),
+    "fedavg, one round from a common start": (["fedavg head"], {"color": "#7a4fa3", "marker": "D"}),
+}
+LEVELS = {
+    "best client alone": ("local best", "#9aa5b1", "-"),
+    "ensemble of all clients": ("ensemble", "#52606d", ":"),
 }
 
+Records = list[dict[str, Any]]
 
-def scores() -> dict[str, dict[str, list[float]]]:
-    """Problem -> method -> test scores of all trials."""
-    found: dict[str, dict[str, list[float]]] = {}
+
+def by_problem() -> dict[str, Records]:
+    found: dict[str, Records] = {}
     for line in RECORDS.read_text().splitlines():
         record = json.loads(line)
-        found.setdefault(record["problem"], {}).setdefault(record["method"], []).append(
-            record["test"]
-        )
+        found.setdefault(record["problem"], []).append(record)
     return found
 
 
-def main() -> None:
-    found = scores()
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    axes = figure.subplots(1, 1)
-    width = 0.8 / len(BARS)
-    for place, (method, (label, colour)) in enumerate(BARS.items()):
-        at = np.arange(len(found)) + (place - (len(BARS) - 1) / 2) * width
-        values = [methods[method] for methods in found.values()]
-        means, spreads = [np.mean(v) for v in values], [np.std(v) for v in values]
-        axes.bar(at, means, width * 0.92, color=colour, label=label, yerr=spreads, ecolor="#52606d")
-        for x, mean, spread in zip(at, means, spreads, strict=True):
-            axes.text(x, mean + spread + 1, f"{mean:.0f}", ha="center", fontsize=8, color="#323f4b")
-    axes.set_xticks(range(len(found)), [name.replace(", ", "\n", 1) for name in found])
-    axes.set_ylabel("test accuracy, or dice, in percent")
-    axes.set_ylim(0, 112)
+def draw(axes: Any, title: str, records: Records) -> None:
+    """One network: scores over parameters, in those of one client."""
+    one = np.mean([r["parameters"] for r in records if r["method"] == "stack-1 head"])
+    for label, (methods, style) in CURVES.items():
+        points = []
+        for method in methods:
+            rows = [r for r in records if r["method"] == method]
+            if rows:
+                tests = [r["test"] for r in rows]
+                size = np.mean([r["parameters"] for r in rows]) / one
+                points.append((size, np.mean(tests), np.std(tests)))
+        if points:
+            axes.errorbar(*zip(*points, strict=True), label=label, capsize=2, **style)
+    for label, (method, colour, line) in LEVELS.items():
+        tests = [r["test"] for r in records if r["method"] == method]
+        if tests:
+            axes.axhline(np.mean(tests), color=colour, linestyle=line, label=label, zorder=0)
+    axes.set_title(title, fontsize=10)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4], ["1", "2", "4"])
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(HERE / "docs" / "oneshot.png", dpi=110)
+
+
+def main() -> None:
+    problems = by_problem()
+    figure = Figure(figsize=(10.5, 3.1 * -(-len(problems) // 3) + 0.9), layout="constrained")
+    grid = figure.subplots(-(-len(problems) // 3), 3, squeeze=False)
+    for axes, (title, records) in zip(grid.flatten(), problems.items(), strict=False):
+        draw(axes, title, records)
+    for axes in grid.flatten()[len(problems) :]:
+        axes.set_visible(False)
+    for row in grid:
+        row[0].set_ylabel("test accuracy or dice, %", fontsize=9)
+    figure.supxlabel("parameters of the fused network, times one client's", fontsize=9)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    figure.savefig(HERE / "docs" / "frontier.png", dpi=110)
 
 
 if __name__ == "__main__":

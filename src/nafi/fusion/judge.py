@@ -203,6 +203,7 @@ def _advice(probed: bool) -> tuple[str, ...]:
     return (
         "let it be wider: max_width=2.0 or more and a lower penalty",
         probe,
+        "keep clients side by side, cut down to a budget: method stack",
         "train on from it in rounds: the strategy match-then-average",
     )
 
