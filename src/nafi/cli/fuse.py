@@ -144,7 +144,9 @@ def fuse(
         raise InputError("give --class-counts or --sample-counts, not both")
     chosen.check_uses(class_counts=class_counts, sample_counts=sample_counts, probe=probe)
     if method == "ensemble":
-        raise InputError("an ensemble is several models, not one; there is nothing to write")
+        raise InputError(
+            "an ensemble is several models, not one: --method stack writes them as one"
+        )
     scoring = None if validate is None else _scoring(validate)
     with print_warnings():
         files = load_clients(checkpoints, model, input_shape or [])
