@@ -176,6 +176,7 @@ OPTIONS = {
     "small budget": {"--budget": "0.5 params"},
     "budgets": {"--option": 'budget=["1 params", "2 params"]'},
     "frontier of what": {"--frontier": None},
+    "distil on what": {"--distill": "10"},
     "frontier and more": {
         "--frontier": None,
         "--probe": "x:y",
@@ -277,6 +278,7 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("budget and width", r"give max_width or budget, not both"),
         ("small budget", r"budget: found 0\.5 params, but a merged network.*stack can be smaller"),
         ("budgets", r"budget: a list needs validate="),
+        ("distil on what", r"--distill needs --probe"),
         ("frontier of what", r"--frontier needs --probe.* and --validate"),
         ("frontier and more", r"leave out --penalty, --option"),
     ],

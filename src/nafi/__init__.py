@@ -20,6 +20,7 @@ __all__ = [
     "SpecError",
     "__version__",
     "calibrate",
+    "distill",
     "frontier",
     "fuse",
     "groups",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from nafi.fusion import (
         FusionResult,
         calibrate,
+        distill,
         frontier,
         fuse,
         input_moments,
@@ -62,6 +64,7 @@ else:
             "fusion": [
                 "FusionResult",
                 "calibrate",
+                "distill",
                 "frontier",
                 "fuse",
                 "input_moments",

@@ -169,6 +169,8 @@ def test_sizes_are_those_of_the_rebuilt_network() -> None:
 def test_multiplications_are_counted_for_one_input() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(36, 5))
     assert multiplications(model, IMAGES) == {"0.weight": 9.0, "2.weight": 1.0}
+    back = nn.ConvTranspose2d(3, 6, 3, stride=2)
+    assert multiplications(back, IMAGES) == {"weight": 36.0}  # once for each input
     grouped = nn.Conv1d(4, 8, 3, groups=2)
     assert multiplications(grouped, (torch.randn(5, 4, 10),)) == {"weight": 8.0}
 

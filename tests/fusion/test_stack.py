@@ -271,6 +271,75 @@ def test_options_are_documented() -> None:
     assert all(info.meaning for info in Stack.describe())
 
 
+class Several(nn.Module):
+    """Classes, and beside them a value, or which class it is."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.body, self.out, self.value = nn.Linear(7, 9), nn.Linear(9, 4), nn.Linear(9, 1)
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x).relu()
+        logits = self.out(hidden)
+        return logits, logits.argmax(dim=1) if self.whole else self.value(hidden)
+
+
+def test_a_head_over_several_outputs_is_refused() -> None:
+    torch.manual_seed(0)
+    models = [Several() for _ in range(2)]
+    with pytest.raises(SpecError, match="several outputs have no one last layer"):
+        nafi.fuse(models, INPUTS, method="stack", head=[labelled()])
+    with pytest.raises(InputError, match="head: found int"):
+        nafi.fuse(clients(), INPUTS, method="stack", head=5)
+
+
+def test_whole_numbers_that_differ_cannot_be_added_up() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match="whole numbers or masks that differ"):
+        nafi.fuse([Several(whole=True) for _ in range(2)], INPUTS, method="ensemble")
+
+
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_classes_of_tokens_are_weighed_along_the_last_axis(tokens: int) -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 4)) for _ in range(2)]
+    inputs = torch.randn(6, tokens, 7)
+    counts = [[9, 9, 0, 0], [0, 0, 9, 9]]
+    found = nafi.fuse(models, (inputs,), method="stack", class_counts=counts).model
+    with torch.no_grad():
+        one, two = (model(inputs) for model in models)
+        assert torch.allclose(found(inputs), torch.cat([one[..., :2], two[..., 2:]], dim=-1))
+
+
+def test_a_budget_is_one_of_all_clients_and_of_all_that_is_stored() -> None:
+    models = [seeded(s, 7, width, 4) for s, width in enumerate((10, 40, 12))]
+    options: dict[str, Any] = {"keep": 1, "sample_counts": [1, 9, 1], "probe": INPUTS[0]}
+    found = nafi.fuse(models, INPUTS, method="stack", budget="1.0 params", **options)
+    assert found.diagnostics["size"]["params_of_client"] <= 1.0
+    counts = torch.ones(8, 50).tolist()
+    many = [seeded(s, 7, 8, 50) for s in range(8)]
+    stored = nafi.fuse(
+        many, INPUTS, method="stack", probe=INPUTS[0], budget="8 kB", class_counts=counts
+    )
+    assert stored.diagnostics["size"]["bytes"] <= 8000
+
+
+def test_a_wide_layer_can_be_cut_to_one_neuron() -> None:
+    models = [seeded(s, 7, 1000, 4) for s in range(2)]
+    found = nafi.fuse(models, INPUTS, method="stack", probe=INPUTS[0], budget="0.003 params")
+    assert found.widths == {"layers.0": 2}
+
+
+def test_groups_that_cannot_shrink_are_named() -> None:
+    models = [
+        nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 4))
+        for _ in range(2)
+    ]
+    with pytest.raises(InputError, match=r"fewest neurons.*the width of 0 cannot change"):
+        nafi.fuse(models, INPUTS, method="stack", probe=INPUTS[0], budget="1.5 params")
+
+
 # ------------------------------------------------------------------------------ the frontier
 
 
@@ -292,6 +361,21 @@ def test_budgets_share_what_they_have_in_common_and_all_are_scored() -> None:
     assert parameters(found.best.model) == -by_name["stack", "0.6 params"].score
     with pytest.raises(InputError, match="not bytes"):
         nafi.frontier(models, IMAGES, validate=len, probe=PROBE, budgets=["3 kB"])
+    with pytest.raises(InputError, match="budgets: found none"):
+        nafi.frontier(models, IMAGES, validate=len, probe=PROBE, budgets=[])
+    with pytest.raises(InputError, match="probe: found none"):
+        nafi.frontier(models, IMAGES, validate=len, probe=None)
+
+
+def test_budgets_that_a_method_cannot_keep_are_left_out() -> None:
+    models = [seeded(s, 7, width, 4) for s, width in enumerate((10, 40, 12))]
+    batches = (INPUTS[0][i : i + 20] for i in (0, 20, 40))  # can be read once
+    found = nafi.frontier(
+        models, INPUTS, validate=lambda model: 0.0, probe=batches, budgets=["1.0 params", 3]
+    )
+    fused = {(p.method, p.budget) for p in found.points if p.method in ("stack", "nafi")}
+    # The widest client alone is more than twice the mean.
+    assert fused == {("stack", "1.0 params"), ("stack", "3"), ("nafi", "3")}
 
 
 @pytest.mark.parametrize(("budget", "factor"), [("4.0 params", 2.0), ("9.0 flops", 3.0)])

@@ -77,9 +77,17 @@ def fuse(
         typer.Option(
             metavar="SOURCE",
             help="Some dozens of inputs without labels, to match and refit by: a .safetensors or "
-            ".npy file, a folder of images, or package.module:function.",
+            ".npy file, a folder of images, package.module:function, or noise.",
         ),
     ] = None,
+    distill: Annotated[
+        int,
+        typer.Option(
+            metavar="STEPS",
+            min=0,
+            help="Train so many steps on the probe towards the ensemble's outputs, like 200.",
+        ),
+    ] = 0,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -122,6 +130,8 @@ def fuse(
         check_writable(target, force)
     if report is not None:
         require("jinja2")
+    if distill and (probe is None or frontier):
+        raise InputError("--distill needs --probe, the inputs to train on, and no --frontier")
     if require_better and validate is None:
         raise InputError("--require-better needs --validate, which says what is better")
     command_options: dict[str, Any] = {
@@ -173,6 +183,7 @@ def fuse(
             )
             result, points = tried.best, tried.to_dict()
         else:
+            common["distill"] = distill
             result = fuse_models(files.models, files.example_inputs, chosen, **common, **used)
     if require_better and result.scores is not None and not result.scores.better:
         _tell(result, None, None, as_json, points)
@@ -221,7 +232,7 @@ def _scoring(name: str) -> Validate:
 def _inputs(probe: str, files: ClientFiles) -> Any:
     from nafi.probes import load_probe
 
-    return load_probe(probe, files.example_inputs)
+    return probe if probe == "noise" else load_probe(probe, files.example_inputs)
 
 
 def _save(

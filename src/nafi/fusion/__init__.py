@@ -6,6 +6,7 @@ from nafi.fusion.bayesian import Bayesian, Nafi, Pfnm
 from nafi.fusion.budget import measured_size, read_budget
 from nafi.fusion.clients import check_class_axis, check_clients
 from nafi.fusion.descent import Descent, in_place, next_group
+from nafi.fusion.distill import distill
 from nafi.fusion.ensemble import Ensemble, EnsembleNetwork
 from nafi.fusion.frontier import BUDGETS, Frontier, Point, frontier
 from nafi.fusion.head import (
@@ -73,6 +74,7 @@ __all__ = [
     "check_class_axis",
     "check_clients",
     "check_max_width",
+    "distill",
     "fit_head",
     "frontier",
     "fuse",

@@ -72,7 +72,9 @@ class _Shrinking:
         self.rate, self.best = inf, None
         for step in self.steps:
             fewer = {name: self.widths[name] - count for name, count in step.items()}
-            if min(fewer.values()) < 1:
+            if len(fewer) == 1:  # the last step takes what is left but for one
+                fewer = {name: max(1, width) for name, width in fewer.items()}
+            if min(fewer.values()) < 1 or all(fewer[name] == self.widths[name] for name in fewer):
                 continue
             after = self.widths | fewer
             spec = self.part.spec

@@ -18,6 +18,7 @@ from torch import nn
 from nafi.errors import InputError
 from nafi.fusion.budget import measured_size
 from nafi.fusion.clients import Array, check_clients
+from nafi.fusion.distill import distill_on
 from nafi.fusion.head import solve_head, statistics
 from nafi.fusion.judge import Validate, agreement, score, score_clients, warn_if_worse
 from nafi.fusion.method import Method, Progress
@@ -25,6 +26,7 @@ from nafi.fusion.probe import read_probe
 from nafi.fusion.registry import make_method
 from nafi.fusion.result import FusionResult
 from nafi.graph import Inputs, ModelSpec, Normalisation, calibrate, call, check_inputs
+from nafi.options import whole
 
 
 def fuse(
@@ -34,6 +36,7 @@ def fuse(
     *,
     probe: object = None,
     validate: Validate | None = None,
+    distill: int = 0,
     head: Iterable[Any] | None = None,
     class_counts: npt.ArrayLike | None = None,
     sample_counts: npt.ArrayLike | None = None,
@@ -60,6 +63,8 @@ def fuse(
             clients held back. Models, ensemble and result are scored (`scores`), with a warning if
             the result is worse than a model; where an option lists several values, the best is
             kept.
+        distill: with a probe, so many steps of training towards what the ensemble says, as the last
+            step; some 200 are worth up to a point. See `nafi.distill`.
         head: labelled batches, as `nafi.statistics` takes them, if the server has some: the last
             layer of the result is solved from them. Of clients' own labels, see `nafi.solve_head`.
         class_counts: (S, K) samples per model and class: the output layer is then averaged by who
@@ -87,6 +92,9 @@ def fuse(
     if spec is not None and not isinstance(spec, ModelSpec):
         raise InputError(f"spec: found {type(spec).__name__}, expected a ModelSpec of nafi.groups")
     _check_functions(progress=progress, validate=validate)
+    whole(0).check(distill, "distill")
+    if distill and probe is None:
+        raise InputError("distill: needs a probe, the inputs to train on: probe=")
     if validate is None:
         chosen.check_one_variant()
     report = progress or (lambda step, done, total: None)
@@ -95,12 +103,18 @@ def fuse(
     prepared = chosen.prepare(clients, example_inputs, spec)
     if inputs is not None:
         prepared = replace(prepared, probe=inputs)
+    if head is not None and not isinstance(head, Iterable):
+        raise InputError(f"head: found {type(head).__name__}, expected batches (inputs, labels)")
     batches = None if head is None else list(head)
+    train = None
+    if distill and inputs is not None:
+        train = partial(distill_on, clients=clients, inputs=inputs, progress=report, steps=distill)
     measure = partial(measured_size, clients=clients.models, inputs=example_inputs)
     fuse_variant = partial(
         _fuse,
         prepared=prepared,
         probe=inputs,
+        train=train,
         batches=batches,
         measure=measure,
         progress=report,
@@ -136,6 +150,7 @@ def _fuse(
     method: Method,
     prepared: Any,
     probe: Inputs | None,
+    train: Callable[[FusionResult], FusionResult] | None,
     batches: Sequence[Any] | None,
     measure: Callable[[nn.Module], Mapping[str, float]],
     progress: Progress,
@@ -144,6 +159,8 @@ def _fuse(
     result = method.fuse(prepared, progress)
     if probe is not None and getattr(method, "batchnorm", None) == Normalisation.AVERAGE:
         calibrate(_Spread(result.model), [(probe,)])
+    if train is not None:
+        result = train(result)
     if batches is not None:
         progress("solving the last layer", 0, 1)
         model = solve_head(result.model, [statistics(result.model, batches)])

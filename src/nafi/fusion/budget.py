@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
-from nafi.graph import Inputs, ModelSpec, Product, named_tensors, watch
+from nafi.graph import Convolution, Inputs, ModelSpec, Product, named_tensors, watch
 from nafi.options import Constraint
 
 _BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
@@ -99,13 +99,17 @@ def size_in(unit: str, model: nn.Module, spec: ModelSpec) -> Size:
 
 
 def multiplications(model: nn.Module, inputs: Inputs) -> dict[str, float]:
-    """Weight -> how often each of its numbers is multiplied for one input."""
+    """Weight -> how often each of its numbers is multiplied for one input.
+
+    Weights that are computed before they are used, as with weight norm, are not counted.
+    """
     counted: dict[str, float] = {}
     tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
     batch = next((len(leaf) for leaf in tensors if leaf.ndim), 1)
 
     def visit(product: Product) -> None:
-        times = product.places * product.weights.numel() / product.parameter.numel() / batch
+        places = product.inputs_read if isinstance(product, Convolution) else product.places
+        times = places * product.weights.numel() / product.parameter.numel() / batch
         counted[product.name] = counted.get(product.name, 0.0) + times
 
     watch(model, inputs, visit)

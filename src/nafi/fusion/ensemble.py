@@ -38,14 +38,17 @@ def shares_of(clients: Clients) -> tuple[Tensor, Tensor | None]:
 
 
 def weighted_sum(outputs: Tensor, shares: Tensor, class_shares: Tensor | None) -> Tensor:
-    """Of (S, ...) outputs; by (S, K) class_shares if the outputs are classes, else by (S,) shares.
+    """Of (S, inputs, ...) outputs; by (S, K) class_shares if they are classes, else by (S,) shares.
 
-    Classes lie along the first axis after that of the inputs.
+    Classes lie along the first axis after that of the inputs, as those of pixels, or along the
+    last, as those of tokens. Where both are as long it cannot be told, and shares are used.
     """
     weights, form = shares, [len(outputs)] + [1] * (outputs.ndim - 1)
-    classes = 0 if class_shares is None else class_shares.shape[1]
-    if class_shares is not None and outputs.ndim > 2 and outputs.shape[2] == classes:
-        weights, form[2] = class_shares, classes
+    if class_shares is not None and outputs.ndim > 2:
+        classes = class_shares.shape[1]
+        axes = {axis for axis in (2, outputs.ndim - 1) if outputs.shape[axis] == classes}
+        if len(axes) == 1:
+            weights, form[axes.pop()] = class_shares, classes
     return (weights.reshape(form).to(outputs) * outputs).sum(dim=0)
 
 
@@ -79,7 +82,11 @@ class EnsembleNetwork(nn.Module):
         return pytree.tree_unflatten(leaves, outputs[0][1])
 
     def _sum(self, tensors: list[Any]) -> Any:
-        if not isinstance(tensors[0], Tensor) or not tensors[0].is_floating_point():
+        if not isinstance(tensors[0], Tensor):
+            return tensors[0]
+        if not tensors[0].is_floating_point():
+            if not all(torch.equal(tensors[0], other) for other in tensors[1:]):
+                raise ValueError("they return whole numbers or masks that differ")
             return tensors[0]
         if self.average == "probabilities":
             tensors = [tensor.softmax(dim=1) for tensor in tensors]

@@ -7,12 +7,13 @@ the same function; clients, their ensemble and whole clients side by side stand 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.fusion.api import fuse
@@ -72,7 +73,7 @@ def frontier(
     methods: Sequence[str] = METHODS_COMPARED,
     class_counts: Any = None,
     sample_counts: Any = None,
-    head: Sequence[Any] | None = None,
+    head: Iterable[Any] | None = None,
     names: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
@@ -84,47 +85,63 @@ def frontier(
 
     Whole clients side by side, the best first, are the control of every size.
     """
-    plans = [_plan(method, budgets) for method in methods]
-    plans.append(make_method("stack", keep=list(range(1, len(models) + 1))))
-    points: list[Point] = []
-    results: list[FusionResult] = []
-    for method in filter(None, plans):
-        known = method.used(class_counts=class_counts, sample_counts=sample_counts, probe=probe)
+    if probe is None:
+        raise InputError("probe: found none, expected inputs to refit by; give some dozens")
+    budgets = [budgets] if isinstance(budgets, str | int | float) else list(budgets)
+    methods = [methods] if isinstance(methods, str) else list(methods)
+    _check_budgets(budgets)
+    # Read once: every method meets the same.
+    if not isinstance(probe, str | tuple | Mapping | Tensor):
+        probe = list(probe) if isinstance(probe, Iterable) else probe
+    common: dict[str, Any] = {"validate": validate, "names": names, "progress": progress}
+    common["head"] = None if head is None else list(head)
+    known = {"class_counts": class_counts, "sample_counts": sample_counts, "probe": probe}
+
+    def run(method: Method) -> FusionResult:
         with warnings.catch_warnings():
             # Which results are worse than a client is what the points show.
             warnings.simplefilter("ignore", FusionWarning)
-            result = fuse(
-                models,
-                example_inputs,
-                method,
-                validate=validate,
-                head=head,
-                names=names,
-                progress=progress,
-                **known,
-            )
-        points += _points(result)
-        results.append(result)
+            return fuse(models, example_inputs, method, **common, **method.used(**known))
+
+    # What is wrong with models or data is found by the control, which is never too small.
+    whole = run(make_method("stack", keep=list(range(1, len(models) + 1))))
+    results = [result for method in methods for result in _within_budgets(method, budgets, run)]
+    if not results:
+        raise InputError("budgets: no method can keep any of them; allow more")
+    results.append(whole)
+    points = [point for result in results for point in _points(result)]
     best = max(results, key=lambda result: float(result.diagnostics["score"]))
     assert best.scores is not None
     points += _alone(best.scores, models, example_inputs)
     return Frontier(tuple(points), best)
 
 
-def _plan(method: str, budgets: Sequence[str | float]) -> Method | None:
-    """A method with the budgets that it can keep; None if there is none."""
-    read = [read_budget(budget) for budget in budgets]
-    if any(budget.unit == "bytes" for budget in read):
+def _check_budgets(budgets: Sequence[str | float]) -> None:
+    if not budgets:
+        raise InputError("budgets: found none, expected some, such as ['1.0 params', '2.0 params']")
+    if any(read_budget(budget).unit == "bytes" for budget in budgets):
         raise InputError("budgets: expected params or flops, such as '2.0 params', not bytes")
-    merges = method != "stack"
-    allowed = [str(budget) for budget in read if budget.amount >= 1 or not merges]
-    return make_method(method, budget=allowed) if allowed else None
+
+
+def _within_budgets(
+    method: str, budgets: Sequence[str | float], run: Callable[[Method], FusionResult]
+) -> list[FusionResult]:
+    """All budgets at once; one by one if the method cannot keep some, which are left out."""
+    try:
+        return [run(make_method(method, budget=list(budgets)))]
+    except InputError:
+        results = []
+        for budget in budgets:
+            with suppress(InputError):
+                results.append(run(make_method(method, budget=[budget])))
+        return results
 
 
 def _points(result: FusionResult) -> Iterator[Point]:
     for entry in result.diagnostics["scores"]:
         size, whole = entry["size"], entry.get("keep")
-        label = f"{whole} kept" if whole is not None else str(entry.get("budget", ""))
+        stated = entry.get("budget", "")
+        label = f"{whole} kept" if whole is not None else str(stated)
         method = WHOLE if whole is not None else str(result.diagnostics["method"])
         sizes = size["params_of_client"], size["flops_of_client"]
         yield Point(method, label, *sizes, float(entry["score"]))

@@ -75,7 +75,7 @@ def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate
     models = [copy_network(model) for model in clients.models]
     network = EnsembleNetwork(models, *shares_of(clients)).eval()
     try:
-        leaves = _leaves(network, example_inputs)
+        leaves = outputs_of(network, example_inputs)
     except (RuntimeError, ValueError, TypeError):  # outputs of different shapes, say
         return None
     if not _averages(leaves):
@@ -93,7 +93,7 @@ def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | 
 
     Clients weigh in the mean what they weigh in the fusion: by classes or samples, if known.
     """
-    outputs = [_leaves(model, probe) for model in clients.models]
+    outputs = [outputs_of(model, probe) for model in clients.models]
     shapes = [[leaf.shape for leaf in leaves] for leaves in outputs]
     if any(found != shapes[0] for found in shapes) or not _averages(outputs[0]):
         return None
@@ -103,14 +103,14 @@ def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | 
     compare = _same_classes if classes else _explained
     return Agreement(
         "classes" if classes else "values",
-        compare(_leaves(fused, probe), mean),
+        compare(outputs_of(fused, probe), mean),
         tuple(compare(leaves, mean) for leaves in outputs),
         batch_size(probe),
         clients.names,
     )
 
 
-def _leaves(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+def outputs_of(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """All tensors that a network returns; numbers in double precision."""
     with evaluating(model):
         outputs: Any = call(model, inputs)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError, SpecError
 from nafi.fusion.ensemble import EnsembleNetwork
-from nafi.graph import Product, evaluating, first_line, named_tensors, sample_rows, watch
+from nafi.graph import Product, call, evaluating, first_line, named_tensors, sample_rows, watch
 
 # Outputs of the network that are compared with those of a layer.
 _COMPARED = 64
@@ -111,6 +111,10 @@ def members(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def find_heads(model: nn.Module, inputs: Any) -> list[Head]:
     """The last layer of each member, under its name within that."""
     heads = [find_head(member, inputs) for _, member in members(model)]
+    if len(heads) > 1 and _outputs(model, inputs) > 1:
+        raise SpecError(
+            "networks side by side that return several outputs have no one last layer to solve"
+        )
     averaged = isinstance(model, EnsembleNetwork) and model.average != "logits"
     if averaged or (len(heads) > 1 and any(head.ending is not _as_it_is for head in heads)):
         raise SpecError(
@@ -118,6 +122,13 @@ def find_heads(model: nn.Module, inputs: Any) -> list[Head]:
             "added up as they are: let the networks return them before the softmax or sigmoid"
         )
     return heads
+
+
+def _outputs(model: nn.Module, inputs: Any) -> int:
+    """How many tensors of numbers a network returns."""
+    with evaluating(model):
+        leaves = pytree.tree_leaves(call(model, inputs))
+    return sum(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves)
 
 
 def find_head(model: nn.Module, inputs: Any) -> Head:

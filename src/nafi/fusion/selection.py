@@ -9,7 +9,8 @@ probe are used: the sums that clients could send.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ PLACES = 4096
 COLUMNS = 4096
 # In units of the mean diagonal of the second moments.
 RIDGE = 1e-2
+_SMALL = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,11 @@ def order_neurons(readers: Sequence[Reader], width: int) -> NeuronOrder:
     Cost for a layer with K = J t columns: K^3 in double precision.
     """
     pursuits = [_Pursuit(reader, width) for reader in readers if reader.variance > 0]
+    with _few_threads(max((len(pursuit.gram) for pursuit in pursuits), default=0)):
+        return _pursue(pursuits, width)
+
+
+def _pursue(pursuits: Sequence[_Pursuit], width: int) -> NeuronOrder:
     left = torch.ones(width, dtype=torch.bool)
     order: list[int] = []
     lost = [sum(pursuit.lost for pursuit in pursuits)]
@@ -76,6 +83,17 @@ def order_neurons(readers: Sequence[Reader], width: int) -> NeuronOrder:
         order.append(best)
         lost.append(min(lost[-1], sum(pursuit.lost for pursuit in pursuits)))
     return NeuronOrder(torch.tensor(order), tuple(lost))
+
+
+@contextmanager
+def _few_threads(columns: int) -> Iterator[None]:
+    """One thread for small matrices: on a busy machine, threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if columns <= _SMALL else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Pursuit:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nafi.errors import InputError
+from nafi.errors import InputError, few
 from nafi.fusion.allocation import Part, cut_to
 from nafi.fusion.budget import BUDGET, Budget, read_budget, size_in
 from nafi.fusion.clients import Clients
@@ -27,7 +27,7 @@ from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.refit import Refit, refit
 from nafi.fusion.result import Body, FusionResult
 from nafi.fusion.selection import NeuronOrder, neuron_orders
-from nafi.graph import Inputs, Kept, ModelSpec, copy_network
+from nafi.graph import Inputs, Kept, ModelSpec, Normalisation, copy_network
 from nafi.matching import Index
 from nafi.options import one_of, one_or_several, option, optional, whole
 
@@ -159,7 +159,7 @@ def _slim_bodies(
         lost = {group: order.lost for group, order in prepared.order(s).items()}
         weight = float(prepared.networks.clients.model_weights[s])
         parts.append(Part(one.architecture, lost, weight))
-    widths = _within(read_budget(method.budget), parts, prepared.networks)
+    widths = _within(read_budget(method.budget), parts, prepared)
     slim: list[_Slim] = []
     for s, one, at in zip(chosen, alone, widths, strict=True):
         progress(f"refitting {names[s]}", len(slim), len(chosen))
@@ -167,16 +167,29 @@ def _slim_bodies(
     return slim
 
 
-def _within(budget: Budget, parts: Sequence[Part], networks: Networks) -> list[dict[str, int]]:
+def _within(budget: Budget, parts: Sequence[Part], prepared: Prepared) -> list[dict[str, int]]:
     """The widths of each client at which all together keep the budget."""
+    networks = prepared.networks
     size = size_in(budget.unit, networks.original, networks.architecture)
-    limit = budget.amount
-    if budget.unit != "bytes":
-        limit *= sum(size.of(part.spec, part.spec.widths) for part in parts) / len(parts)
-    return cut_to(limit, parts, size, networks.tied_widths)
+    if budget.unit == "bytes":  # what each of them counts is stored, too, in single precision
+        classes = networks.clients.class_weights
+        limit = budget.amount - 4 * len(parts) * (1 + (0 if classes is None else classes.shape[1]))
+    else:
+        each = [one.architecture for one in prepared.alone]
+        limit = budget.amount * sum(size.of(spec, spec.widths) for spec in each) / len(each)
+    try:
+        return cut_to(limit, parts, size, networks.tied_widths)
+    except InputError as error:
+        fixed = [name for name in networks.spec.groups if name not in parts[0].lost]
+        why = f"; the width of {few(fixed)} cannot change" if fixed else ""
+        raise InputError(f"{error}{why}") from None
 
 
 def _whole(one: Networks) -> _Slim:
+    """A client as it is; its normalisation as that of the others will be."""
+    if one.batchnorm is Normalisation.FOLD:
+        model = copy_network(one.template).eval()
+        return _Slim(model, one.spec, one.architecture, {}, Refit())
     model = copy_network(one.original).eval()
     return _Slim(model, one.architecture, one.architecture, {}, Refit())
 

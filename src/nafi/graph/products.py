@@ -156,6 +156,13 @@ class Convolution(Product):
     def places(self) -> int:
         return self.inputs_.shape[0] * prod(self._size(d) for d in range(len(self.kernel)))
 
+    @property
+    def inputs_read(self) -> int:
+        """How often its kernel is applied: at every output, or at every input if transposed."""
+        if not self.transposed:
+            return self.places
+        return self.inputs_.shape[0] * prod(self.inputs_.shape[2:])
+
     def _taps(self, dim: int) -> Tensor:
         """(out, kernel) the place of the input that each tap reads along a dimension, or -1."""
         size, stride = self.inputs_.shape[2 + dim], self.stride[dim]
