@@ -13,6 +13,9 @@ from torch import Tensor
 
 # In units of the mean diagonal of G. The best of these is chosen for each layer.
 RIDGES: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(4, -11, -1))
+_FIRST = RIDGES.index(0.01)
+# The outputs of a layer, at most, by which its ridge is chosen.
+CHOOSING = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +68,19 @@ class LayerStatistics:
             torch.zeros_like(self.sums),
             torch.zeros_like(self.totals),
             self.squares - self.totals.square() / self.count,
+            self.count,
+        )
+
+    def some_outputs(self, most: int) -> LayerStatistics:
+        """Of so many outputs at most, evenly spaced."""
+        step = -(-self.cross.shape[2] // most)
+        outputs = slice(None, None, max(step, 1))
+        return LayerStatistics(
+            self.gram,
+            self.cross[:, :, outputs],
+            self.sums,
+            self.totals[:, outputs],
+            self.squares[:, outputs],
             self.count,
         )
 
@@ -133,15 +149,22 @@ def best_ridge(
 ) -> tuple[float, Tensor]:
     """The ridge whose fit to some statistics has the least error on others; its fit to the whole.
 
-    Goes down from the largest, and stops where it has become worse twice.
+    Goes from the middle both ways, and stops where it has become worse twice. In a wide layer some
+    of the outputs choose for all.
     """
-    best, least, worse = RIDGES[0], float("inf"), 0
-    for ridge in RIDGES:
-        weights = fitted.solve(ridge)
-        if weights is None or worse == 2:
-            break
-        error = judge.error(weights)
-        best, worse = (ridge, 0) if error < least else (best, worse + 1)
-        least = min(error, least)
-    solution = whole.solve(best)
-    return best, torch.zeros_like(whole.cross) if solution is None else solution
+    fitted, judge = (part.some_outputs(CHOOSING) for part in (fitted, judge))
+    best, least = _FIRST, _error(fitted, judge, _FIRST)
+    for step in (1, -1):
+        place, worse = _FIRST + step, 0
+        while 0 <= place < len(RIDGES) and worse < 2:
+            error = _error(fitted, judge, place)
+            best, worse = (place, 0) if error < least else (best, worse + 1)
+            least, place = min(error, least), place + step
+    solution = whole.solve(RIDGES[best])
+    return RIDGES[best], torch.zeros_like(whole.cross) if solution is None else solution
+
+
+def _error(fitted: LayerStatistics, judge: LayerStatistics, place: int) -> float:
+    """Of a ridge; infinite if it is lost in rounding."""
+    weights = fitted.solve(RIDGES[place])
+    return float("inf") if weights is None else judge.error(weights)
