@@ -365,6 +365,8 @@ def test_budgets_share_what_they_have_in_common_and_all_are_scored() -> None:
         nafi.frontier(models, IMAGES, validate=len, probe=PROBE, budgets=[])
     with pytest.raises(InputError, match="probe: found none"):
         nafi.frontier(models, IMAGES, validate=len, probe=None)
+    with pytest.raises(InputError, match="method: found 'magic'"):
+        nafi.frontier(models, IMAGES, validate=parameters, probe=PROBE, methods=["magic"])
 
 
 def test_budgets_that_a_method_cannot_keep_are_left_out() -> None:

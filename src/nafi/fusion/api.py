@@ -28,6 +28,9 @@ from nafi.fusion.result import FusionResult
 from nafi.graph import Inputs, ModelSpec, Normalisation, calibrate, call, check_inputs
 from nafi.options import whole
 
+# What is done to a result, one after the other, once a method has made it.
+_Step = Callable[[FusionResult], FusionResult]
+
 
 def fuse(
     models: Sequence[nn.Module],
@@ -92,6 +95,8 @@ def fuse(
     if spec is not None and not isinstance(spec, ModelSpec):
         raise InputError(f"spec: found {type(spec).__name__}, expected a ModelSpec of nafi.groups")
     _check_functions(progress=progress, validate=validate)
+    if head is not None and not isinstance(head, Iterable):
+        raise InputError(f"head: found {type(head).__name__}, expected batches (inputs, labels)")
     whole(0).check(distill, "distill")
     if distill and probe is None:
         raise InputError("distill: needs a probe, the inputs to train on: probe=")
@@ -103,22 +108,15 @@ def fuse(
     prepared = chosen.prepare(clients, example_inputs, spec)
     if inputs is not None:
         prepared = replace(prepared, probe=inputs)
-    if head is not None and not isinstance(head, Iterable):
-        raise InputError(f"head: found {type(head).__name__}, expected batches (inputs, labels)")
-    batches = None if head is None else list(head)
-    train = None
+    steps: list[_Step] = []
     if distill and inputs is not None:
-        train = partial(distill_on, clients=clients, inputs=inputs, progress=report, steps=distill)
-    measure = partial(measured_size, clients=clients.models, inputs=example_inputs)
-    fuse_variant = partial(
-        _fuse,
-        prepared=prepared,
-        probe=inputs,
-        train=train,
-        batches=batches,
-        measure=measure,
-        progress=report,
-    )
+        steps.append(
+            partial(distill_on, clients=clients, inputs=inputs, progress=report, steps=distill)
+        )
+    if head is not None:
+        steps.append(partial(_with_head, batches=list(head), progress=report))
+    steps.append(partial(_measured, clients=clients.models, inputs=example_inputs))
+    fuse_variant = partial(_fuse, prepared=prepared, probe=inputs, steps=steps, progress=report)
     if validate is None:
         result = fuse_variant(chosen)
     else:
@@ -150,22 +148,29 @@ def _fuse(
     method: Method,
     prepared: Any,
     probe: Inputs | None,
-    train: Callable[[FusionResult], FusionResult] | None,
-    batches: Sequence[Any] | None,
-    measure: Callable[[nn.Module], Mapping[str, float]],
+    steps: Sequence[_Step],
     progress: Progress,
 ) -> FusionResult:
     """One variant's result; averaged normalisation is measured where there are inputs for it."""
     result = method.fuse(prepared, progress)
     if probe is not None and getattr(method, "batchnorm", None) == Normalisation.AVERAGE:
         calibrate(_Spread(result.model), [(probe,)])
-    if train is not None:
-        result = train(result)
-    if batches is not None:
-        progress("solving the last layer", 0, 1)
-        model = solve_head(result.model, [statistics(result.model, batches)])
-        result = replace(result, model=model)
-    return replace(result, diagnostics={**result.diagnostics, "size": measure(result.model)})
+    for step in steps:
+        result = step(result)
+    return result
+
+
+def _with_head(result: FusionResult, batches: Sequence[Any], progress: Progress) -> FusionResult:
+    """With the last layer solved from labelled batches."""
+    progress("solving the last layer", 0, 1)
+    model = solve_head(result.model, [statistics(result.model, batches)])
+    return replace(result, model=model)
+
+
+def _measured(result: FusionResult, clients: Sequence[nn.Module], inputs: Inputs) -> FusionResult:
+    """With its size."""
+    size = measured_size(result.model, clients, inputs)
+    return replace(result, diagnostics={**result.diagnostics, "size": size})
 
 
 class _Spread(nn.Module):

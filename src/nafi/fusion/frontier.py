@@ -127,8 +127,9 @@ def _within_budgets(
     method: str, budgets: Sequence[str | float], run: Callable[[Method], FusionResult]
 ) -> list[FusionResult]:
     """All budgets at once; one by one if the method cannot keep some, which are left out."""
+    every = make_method(method, budget=list(budgets))
     try:
-        return [run(make_method(method, budget=list(budgets)))]
+        return [run(every)]
     except InputError:
         results = []
         for budget in budgets:

@@ -159,7 +159,7 @@ def verdict(result: FusionResult) -> Verdict:
         where += ", to which its layers were fitted," if result.fits else ""
         text = f"Nobody has scored this model. {where} {_agreed(result.agreement)}"
         return Verdict("unknown", text, (score_it,))
-    probe = "give some dozens of unlabelled inputs: probe=, or --probe FILE"
+    probe = "give some dozens of unlabelled inputs (or noise): probe=, or --probe FILE"
     return Verdict(
         "unknown", "Nobody has measured whether this model is any good.", (score_it, probe)
     )
