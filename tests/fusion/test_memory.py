@@ -35,7 +35,7 @@ def ratio(method):
     open("/proc/self/clear_refs", "w").write("5")  # forget the highest use so far
     before = kilobytes("VmRSS")
     found = nafi.fuse(models, (torch.zeros(2, 1500),), method=method)
-    assert max(found.widths.values(), default=400) < 800
+    assert method == "stack" or max(found.widths.values(), default=400) < 800
     return (kilobytes("VmHWM") - before) * 1024 / size
 
 print(json.dumps({method: ratio(method) for method in sys.argv[1:]}))

@@ -20,8 +20,9 @@ from nafi.federated import Architecture, Training, make_strategy
 from nafi.fusion import METHODS, option_names
 from nafi.graph import permute
 
-assert list(METHODS)[:6] == ["nafi", "pfnm", "ot", "rebasin", "fedavg", "ensemble"]
-assert set(METHODS) - set(list(METHODS)[:6]) == {"greedy", "broken", "liar"}
+ours = ["nafi", "pfnm", "ot", "rebasin", "fedavg", "stack", "ensemble"]
+assert list(METHODS)[:7] == ours
+assert set(METHODS) - set(ours) == {"greedy", "broken", "liar"}
 assert option_names("greedy") == ("batchnorm", "restore_norm", "refit", "reference")
 
 factory = lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -50,7 +51,7 @@ refused("greedy", "reference: found -1, expected a whole number of at least 0", 
 refused("greedy", "method greedy has no option 'penalty'", penalty=1)
 refused("broken", "method broken (missing_module:Nothing) cannot be imported")
 refused("liar", "liar: builtins:dict is not a class derived from nafi.fusion.Method")
-refused("gready", "expected one of nafi, pfnm, ot, rebasin, fedavg, ensemble")
+refused("gready", "expected one of nafi, pfnm, ot, rebasin, fedavg, stack, ensemble")
 """
 
 
