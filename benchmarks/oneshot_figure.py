@@ -71,8 +71,10 @@ def draw(axes: Any, title: str, records: Records) -> None:
 
 def main() -> None:
     problems = by_problem()
-    figure = Figure(figsize=(10.5, 3.1 * -(-len(problems) // 3) + 0.9), layout="constrained")
-    grid = figure.subplots(-(-len(problems) // 3), 3, squeeze=False)
+    columns = 2 if len(problems) == 4 else 3
+    rows = -(-len(problems) // columns)
+    figure = Figure(figsize=(3.5 * columns + 1, 3.1 * rows + 0.9), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     for axes, (title, records) in zip(grid.flatten(), problems.items(), strict=False):
         draw(axes, title, records)
     for axes in grid.flatten()[len(problems) :]:
@@ -81,7 +83,9 @@ def main() -> None:
         row[0].set_ylabel("test accuracy or dice, %", fontsize=9)
     figure.supxlabel("parameters of the fused network, times one client's", fontsize=9)
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=9
+    )
     figure.savefig(HERE / "docs" / "frontier.png", dpi=110)
 
 

@@ -80,6 +80,9 @@ _ORDER = (
     "nafi-layerwise",
     "nafi-average",
     "nafi",
+    "stack-1",
+    "stack-2",
+    "stack-4",
     "stack",
     "ensemble",
 )
