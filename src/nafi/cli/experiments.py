@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +35,9 @@ def run(
     methods: Annotated[
         str | None, typer.Option(help="Only these of its methods, like fedavg,nafi.")
     ] = None,
+    problem: Annotated[
+        list[str] | None, typer.Option(help="Only this of its problems; may be given again.")
+    ] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Trials instead of its own.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from existing records.")] = False,
@@ -60,6 +63,8 @@ def run(
     chosen = load_experiment(
         experiment, profile, trials=trials, clients=clients.split(",") if clients else None
     )
+    if problem:
+        chosen = chosen.only_problems(problem)
     if methods is not None:
         chosen = chosen.only(methods.split(","))
     check_device(device)
@@ -80,7 +85,8 @@ def run(
             "--jobs": jobs if jobs > 1 else None,
             "--device": device if device != "cpu" else None,
         }
-        tell(f"stopped; finished cells are in {file}. To resume: {_resume(experiment, options)}")
+        again = _resume(experiment, options, problem or [])
+        tell(f"stopped; finished cells are in {file}. To resume: {again}")
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps({"records": len(records), "file": str(file)}))
@@ -91,9 +97,11 @@ def run(
     console.print(f"The records are in {file}", soft_wrap=True, markup=False)
 
 
-def _resume(experiment: str, options: Mapping[str, object]) -> str:
+def _resume(experiment: str, options: Mapping[str, object], problems: Sequence[str]) -> str:
     """The command that resumes a run with the options that it had."""
     command = ["nafi", "run", experiment, "--resume"]
+    for name in problems:
+        command += ["--problem", name]
     for option, value in options.items():
         command += [option, str(value)] if value is not None else []
     return shlex.join(command)

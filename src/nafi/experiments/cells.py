@@ -78,6 +78,7 @@ class Cell:
             samples_seed=self.seed if e.in_rounds else 0,
             test_samples=e.test_samples,
             size=e.size,
+            partition=e.partition,
         )
 
     def recipe(self, candidate: Options) -> Recipe:

@@ -35,6 +35,8 @@ PAPER = resources.files("nafi.experiments") / "paper"
 # What clients start from: weights of their own, or the same for all.
 Start = Literal["own", "shared"]
 Attack = Literal["none", "flip", "scale", "flip-and-scale"]
+# How samples fall to clients: as is usual for the data, or every class to one client alone.
+Partition = Literal["usual", "classes"]
 
 
 class _Strict(BaseModel):
@@ -137,6 +139,7 @@ class Experiment(_Strict):
     network: one of those of the data, by default the usual one
     size: width and height of images, for data that come in several
     clients: every number is run; samples: of the training data, None for all
+    partition: "usual" for the data, by Dir(alpha) for classes; "classes": each client has its own
     hidden, width: numbers of hidden layers and their width, where the network has a choice of them;
     widths: of the network's layers, where it has none
     width_limit: most neurons of a group for every matching method, as a factor, or "none"
@@ -161,6 +164,7 @@ class Experiment(_Strict):
     width: int = Field(default=100, ge=1)
     widths: list[PositiveInt] | None = Field(default=None, validate_default=True)
     alpha: float = Field(default=0.5, gt=0)
+    partition: Partition = "usual"
     validation: float = Field(default=0.1, gt=0, lt=1)
     samples: int | None = Field(default=None, ge=1)
     test_samples: int | None = Field(default=None, ge=1)
@@ -263,6 +267,14 @@ class Experiment(_Strict):
         return self.model_dump(
             exclude={"methods", "clients", "hidden", "trials", "report", "problems"}, mode="json"
         )
+
+    def only_problems(self, names: Sequence[str]) -> Self:
+        """The experiment on some of its problems."""
+        for name in names:
+            if name not in self.problems:
+                known = "; ".join(self.problems) or "none"
+                raise InputError(f"--problem: there is no {name!r}; known: {known}")
+        return self.model_copy(update={"problems": {name: self.problems[name] for name in names}})
 
     def only(self, names: Sequence[str]) -> Self:
         """The experiment with some of its methods."""

@@ -5,18 +5,18 @@ Promises: numbers rounded alike for all methods.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nafi.federated import Samples, as_numbers
 
 Record = dict[str, Any]
 DETAILS = "details"
-_CHUNK = 128
-_IMAGES = 64
+# Small enough for what a convolution makes of them to stay in a processor's cache.
+_BATCH = 32
 
 
 def entry(
@@ -38,12 +38,23 @@ def entry(
     }
 
 
+def in_batches(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs as a network takes them, and labels, some dozens at a time.
+
+    Images are laid out with their channels last: convolutions run up to twice as fast.
+    """
+    images = samples.inputs.ndim == 4
+    layout = torch.channels_last if images else torch.contiguous_format
+    for start in range(0, len(samples), _BATCH):
+        part = samples[slice(start, start + _BATCH)]
+        yield as_numbers(part.inputs).contiguous(memory_format=layout), part.labels
+
+
 def accuracy(model: nn.Module, samples: Samples) -> float:
     """The share of samples whose class gets the highest output, in percent."""
     with torch.no_grad():
-        chunks = torch.split(samples.inputs, _CHUNK)
-        classes = [model(as_numbers(inputs)).argmax(dim=1) for inputs in chunks]
-    return 100 * float((torch.cat(classes) == samples.labels).double().mean())
+        right = [(model(x).argmax(dim=1) == y).sum() for x, y in in_batches(samples)]
+    return 100 * float(torch.stack(right).sum()) / len(samples)
 
 
 def dice(model: nn.Module, samples: Samples) -> float:
@@ -53,10 +64,8 @@ def dice(model: nn.Module, samples: Samples) -> float:
     """
     total = 0.0
     with torch.no_grad():
-        for start in range(0, len(samples), _IMAGES):
-            part = samples[slice(start, start + _IMAGES)]
-            predicted = (model(as_numbers(part.inputs)) > 0).flatten(1)
-            wanted = part.labels.flatten(1) > 0
+        for inputs, masks in in_batches(samples):
+            predicted, wanted = (model(inputs) > 0).flatten(1), masks.flatten(1) > 0
             both = (predicted & wanted).sum(dim=1).double()
             sizes = (predicted.sum(dim=1) + wanted.sum(dim=1)).double()
             total += float(torch.where(sizes > 0, 2 * both / sizes.clamp(min=1), 1.0).sum())

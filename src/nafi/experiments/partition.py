@@ -52,6 +52,19 @@ def dirichlet_partition(
     )
 
 
+def class_partition(
+    labels: npt.NDArray[np.int64], clients: int, rng: np.random.Generator
+) -> list[Index]:
+    """Every class goes to one client; each gets as many classes, give or take one."""
+    known = np.unique(labels)
+    if labels.ndim != 1 or not 1 <= clients <= len(known):
+        raise InputError(
+            f"clients: found {clients}, expected at most one for each of the {len(known)} classes"
+        )
+    owned = np.array_split(rng.permutation(known), clients)
+    return [np.flatnonzero(np.isin(labels, classes)) for classes in owned]
+
+
 def quantity_partition(
     count: int, clients: int, alpha: float, rng: np.random.Generator, least: int = 10
 ) -> list[Index]:

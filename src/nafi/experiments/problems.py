@@ -41,6 +41,7 @@ from nafi.experiments.models import (
 )
 from nafi.experiments.partition import (
     Index,
+    class_partition,
     dirichlet_partition,
     quantity_partition,
     site_partition,
@@ -153,6 +154,13 @@ def predicted_masks(model: nn.Module, samples: Samples) -> list[Record]:
 def by_class(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:
     """Each class shared out by Dir(alpha)."""
     return dirichlet_partition(data.train.labels.numpy(), clients, alpha, rng)
+
+
+def by_own_classes(
+    data: Dataset, clients: int, alpha: float, rng: np.random.Generator
+) -> list[Index]:
+    """Each class to one client alone, as many classes to each."""
+    return class_partition(data.train.labels.numpy(), clients, rng)
 
 
 def by_quantity(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:

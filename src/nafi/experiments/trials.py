@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from nafi.experiments.entries import in_batches
 from nafi.experiments.partition import hold_back
-from nafi.experiments.problems import PROBLEMS, Problem, load_data
+from nafi.experiments.problems import PROBLEMS, Problem, by_own_classes, load_data
 from nafi.federated import Architecture, Samples, as_numbers
 from nafi.fusion import FusionWarning, calibrate, solve_head, statistics
 
 # Changes whenever the same settings would give other clients or models.
 RECIPE = 2
-_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class TrialSettings:
     """All that decides the clients of a trial.
 
     seed: of the partition; samples_seed: of the draw of `samples` from the training data
+    partition: "usual" for the problem, or "classes", which go to one client each
     """
 
     data: str
@@ -43,6 +44,7 @@ class TrialSettings:
     samples_seed: int = 0
     test_samples: int | None = None
     size: tuple[int, int] | None = None
+    partition: str = "usual"
 
     @property
     def key(self) -> str:
@@ -98,7 +100,8 @@ class Trial:
         with warnings.catch_warnings():  # the data is public: sums over few samples tell nothing
             warnings.simplefilter("ignore", FusionWarning)
             parts = [
-                statistics(model, _batches(samples), labels=True) for samples in self.data.values()
+                statistics(model, in_batches(samples), labels=True)
+                for samples in self.data.values()
             ]
         return solve_head(model, parts)
 
@@ -109,19 +112,13 @@ class Trial:
         return as_numbers(inputs[order])
 
 
-def _batches(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and labels, some hundred at a time."""
-    for start in range(0, len(samples), _BATCH):
-        part = samples[slice(start, start + _BATCH)]
-        yield as_numbers(part.inputs), part.labels
-
-
 def load_trial(settings: TrialSettings) -> Trial:
     """Draw the training data of a trial and share it out."""
     problem = PROBLEMS[settings.data]
     data = load_data(settings.data, settings.samples, settings.samples_seed, settings.size)
     rng = np.random.default_rng([settings.seed, settings.clients])
-    parts = problem.partition(data, settings.clients, settings.alpha, rng)
+    share_out = problem.partition if settings.partition == "usual" else by_own_classes
+    parts = share_out(data, settings.clients, settings.alpha, rng)
     kept, held = zip(*(hold_back(part, settings.validation, rng) for part in parts), strict=True)
     return Trial(
         settings,
