@@ -15,7 +15,12 @@ import torch
 from nafi.errors import InputError
 from nafi.experiments import load_data
 from nafi.experiments.data import cifar10, digits, mnist, nuclei
-from nafi.experiments.partition import class_counts, dirichlet_partition, site_partition
+from nafi.experiments.partition import (
+    class_counts,
+    class_partition,
+    dirichlet_partition,
+    site_partition,
+)
 
 
 def test_digits_are_split_without_overlap() -> None:
@@ -178,3 +183,14 @@ def test_nuclei_that_are_not_there_are_asked_for(
     monkeypatch.setenv("NAFI_DATA", str(tmp_path))
     with pytest.raises(InputError, match="NAFI_DATA to a folder with nuclei/images"):
         nuclei(32, 32)
+
+
+def test_every_class_goes_to_one_client() -> None:
+    labels = np.random.default_rng(0).integers(0, 10, 400)
+    parts = class_partition(labels, 3, np.random.default_rng(1))
+    owned = [set(labels[part].tolist()) for part in parts]
+    assert sorted(map(len, owned)) == [3, 3, 4]
+    assert sorted(label for classes in owned for label in classes) == list(range(10))
+    assert sorted(np.concatenate(parts).tolist()) == list(range(400))
+    with pytest.raises(InputError, match="found 11, expected at most one for each of the 10"):
+        class_partition(labels, 11, np.random.default_rng(1))

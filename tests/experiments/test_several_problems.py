@@ -74,16 +74,19 @@ def cell_of(experiment: Experiment, problem: str, method: str) -> Cell:
 def test_a_problem_has_what_it_does_not_say_from_the_experiment_or_the_data() -> None:
     deep = load_experiment("oneshot-deep", "scaled")
     mnist, convnet, vgg, unet, *_ = deep.parts
-    networks = ["mlp", "convnet", "vgg", "unet", "unet", "resnet"]
+    networks = ["mlp", "convnet", "vgg", "unet", "unet", "resnet", "vgg", "resnet"]
     assert [part.network for part in deep.parts] == networks
-    assert [part.clients for part in deep.parts] == [[5], [5], [5], [8], [6], [5]]
-    assert [part.samples for part in deep.parts] == [10000, 10000, 10000, 600, 529, 10000]
+    clients = [[5], [5, 10], [5, 10], [8, 16], [6], [5], [2, 4], [2]]
+    assert [part.clients for part in deep.parts] == clients
+    samples = [10000, 10000, 10000, 600, 529, 10000, 50000, 20000]
+    assert [part.samples for part in deep.parts] == samples
     assert mnist.training.decay == 1e-6
     assert vgg.training.decay == 0.0
     assert (convnet.widths, vgg.widths) == ([6, 16, 120, 84], [16, 16, 32, 32, 64, 64])
     assert unet.methods == deep.methods
     assert {part.label for part in deep.parts} == {"oneshot-deep-scaled"}
-    assert len(cells(deep)) == (4 * 3 + 2 * 2) * len(deep.methods)
+    populations = 3 * (1 + 2 + 2 + 1 + 1) + 2 * (2 + 1 + 2)
+    assert len(cells(deep)) == populations * len(deep.methods)
 
 
 def test_changes_and_a_choice_of_methods_are_for_all_problems() -> None:
@@ -91,7 +94,11 @@ def test_changes_and_a_choice_of_methods_are_for_all_problems() -> None:
     assert {(part.trials, *part.clients) for part in deep.parts} == {(1, 2)}
     two = deep.only(["fedavg", "local best"])
     assert {cell.method.name for cell in cells(two)} == {"fedavg", "local best"}
-    assert len(cells(two)) == 6 * 2
+    assert len(cells(two)) == 8 * 2
+    resnet = deep.only_problems(["CIFAR-10, ResNet"])
+    assert {cell.key[0] for cell in cells(resnet)} == {"CIFAR-10, ResNet"}
+    with pytest.raises(InputError, match="there is no 'VGG'; known: MNIST, 3 hidden layers; CIFAR"):
+        deep.only_problems(["VGG"])
     with pytest.raises(InputError, match="there is no 'fedma'; known: local, local best, ensemble"):
         deep.only(["fedma"])
 

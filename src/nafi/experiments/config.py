@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from nafi.errors import InputError
-from nafi.experiments.methods import ALONE, check_method
+from nafi.experiments.methods import ALONE, LOCAL, check_method
 from nafi.experiments.problems import PROBLEMS, problem_named
 from nafi.federated import Optimiser
 
@@ -269,12 +269,16 @@ class Experiment(_Strict):
         )
 
     def only_problems(self, names: Sequence[str]) -> Self:
-        """The experiment on some of its problems."""
+        """The experiment with no method left for its other problems; their records still fit."""
         for name in names:
             if name not in self.problems:
                 known = "; ".join(self.problems) or "none"
                 raise InputError(f"--problem: there is no {name!r}; known: {known}")
-        return self.model_copy(update={"problems": {name: self.problems[name] for name in names}})
+        parts = {
+            name: part if name in names else part._with_methods([])
+            for name, part in self.problems.items()
+        }
+        return self.model_copy(update={"problems": parts})
 
     def only(self, names: Sequence[str]) -> Self:
         """The experiment with some of its methods."""
@@ -294,7 +298,8 @@ class Experiment(_Strict):
         if not isinstance(settings, dict):
             return False
         # Older records of one shot do not name their profile, but all that it changes.
-        settings = {"profile": self.profile, **settings, "clients": [1], "methods": self.methods}
+        settings = {"profile": self.profile, **settings, "clients": [1]}
+        settings["methods"] = [MethodConfig(name="any", method=LOCAL)]
         try:
             return type(self)(**settings).settings() == self.settings()
         except ValidationError:
