@@ -101,9 +101,12 @@ def is_listed(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def option(constraint: Constraint, default: Any = dataclasses.MISSING) -> Any:
+def option(
+    constraint: Constraint, default: Any = dataclasses.MISSING, *, kw_only: bool = False
+) -> Any:
     """A field of an `Options` class; without a default it must be given."""
-    return dataclasses.field(default=default, metadata={_CONSTRAINT: constraint})
+    named = kw_only or dataclasses.MISSING
+    return dataclasses.field(default=default, kw_only=named, metadata={_CONSTRAINT: constraint})
 
 
 @dataclass(frozen=True)

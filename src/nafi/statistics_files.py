@@ -21,15 +21,13 @@ from torch import Tensor
 
 from nafi.errors import CheckpointError, InputError, unlike
 from nafi.files import atomic_path
-from nafi.fusion import SCALES, HeadStatistics, LastLayer
+from nafi.fusion import SCALES, HeadStatistics, LastLayer, are_sums
 from nafi.version import __version__
 
 _KEY = "nafi-statistics"
 _FORMAT = 2
 _TENSORS = ("gram", "cross", "class_counts", "losses")
 _FIELDS = ("format", "version", "layers", "body")
-# Sums in double precision are symmetric and positive up to this share.
-_ROUNDING = 1e-8
 _MOST_SAMPLES = 2.0**53  # beyond, doubles skip whole numbers
 
 
@@ -130,22 +128,8 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     _expect(whole, "class_counts", counts.tolist(), "whole numbers")
     _expect(1 <= float(counts.sum()) < _MOST_SAMPLES, "class_counts", counts.tolist(), "samples")
     _expect(bool((tensors["losses"] >= 0).all()), "losses", "less than 0", "sums of losses")
-    if not _are_sums(tensors["gram"], tensors["cross"], counts):
+    if not are_sums(tensors["gram"], tensors["cross"], counts.diag()):
         raise ValueError(
             "gram, cross and class_counts are no sums over samples: together they must be "
             "symmetric and positive semidefinite"
         )
-
-
-def _are_sums(gram: Tensor, cross: Tensor, counts: Tensor) -> bool:
-    """Whether there are samples with these sums of h h^T, h y^T and y y^T."""
-    products = torch.cat(
-        [torch.cat([gram, cross], dim=1), torch.cat([cross.mT, counts.diag()], dim=1)]
-    )
-    sizes = products.diagonal().clamp(min=0).sqrt()
-    sizes = torch.where(sizes > 0, sizes, 1.0)
-    products = products / sizes / sizes[:, None]
-    if not bool(((products - products.mT).abs() <= _ROUNDING).all()):
-        return False
-    products.diagonal().add_(len(products) * _ROUNDING)
-    return int(torch.linalg.cholesky_ex(products).info) == 0

@@ -17,6 +17,8 @@ from nafi.federated.messages import (
 )
 from nafi.federated.privacy import Noise
 from nafi.federated.randomness import derived_seed, seeded
+from nafi.federated.refit import MatchRefit, RefitState
+from nafi.federated.request import Request
 from nafi.federated.run import Evaluate, Progress, Run
 from nafi.federated.samples import Samples, as_numbers
 from nafi.federated.simulation import simulate
@@ -38,12 +40,15 @@ __all__ = [
     "Layerwise",
     "LayerwiseState",
     "Loss",
+    "MatchRefit",
     "MatchThenAverage",
     "Member",
     "Noise",
     "Optimiser",
     "Progress",
     "QuorumError",
+    "RefitState",
+    "Request",
     "Run",
     "Samples",
     "State",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nafi.errors import InputError, NafiError, unlike
 from nafi.federated.architecture import Expected, Shapes
+from nafi.federated.statistics import check_sums
 from nafi.federated.strategy import Task, Update, size_of
 from nafi.graph import holds_numbers
 
@@ -90,6 +91,10 @@ class Acceptance:
         _check_counts(update, self.classes)
         _check_tensors(update.tensors, {n: e for n, e in shapes.items() if n not in task.frozen})
         _check_tensors(update.extras, task.asks, "extra ")
+        try:
+            check_sums(update.extras, task.sums)
+        except InputError as error:
+            raise UpdateError(str(error)) from None
         size = size_of(update.tensors) + size_of(update.extras)
         if self.max_bytes is not None and size > self.max_bytes:
             raise UpdateError(f"it has {size} bytes, more than the limit of {self.max_bytes}")
@@ -153,7 +158,7 @@ def _check_tensor(tensor: Tensor, name: str, expected: Expected) -> None:
         )
     if holds_numbers(tensor) and not bool(torch.isfinite(tensor).all()):
         raise UpdateError(f"{name} holds values that are NaN or infinite")
-    most = MOST**2 if expected.variance else MOST
+    most = MOST**2 if expected.variance or expected.total else MOST
     if holds_numbers(tensor) and tensor.numel() and float(tensor.abs().max()) > most:
         raise UpdateError(f"{name} holds values beyond {most:g}")
     if expected.variance and bool((tensor < 0).any()):

@@ -63,13 +63,15 @@ class Form:
 class Expected:
     """What a tensor that is sent must look like.
 
-    variance: no number is below zero; required: it cannot be left out
+    variance: no number is below zero; total: a sum over samples, which may be large
+    required: it cannot be left out
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     variance: bool = False
     required: bool = True
+    total: bool = False
 
 
 Shapes = Mapping[str, Expected]

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError
-from nafi.federated.architecture import Form
+from nafi.federated.architecture import Form, Tensors
+from nafi.federated.statistics import head_names
 from nafi.federated.strategies import strategy
 from nafi.federated.strategy import State, Strategy, Task, Update, class_table, tensors_of
 from nafi.fusion import (
@@ -37,10 +38,23 @@ from nafi.fusion import (
 from nafi.graph import ModelSpec, holds_numbers, widened
 from nafi.options import SWITCH, one_of, option
 
+HEAD_STARTS = ("trained", "solved", "frozen")
+
 
 @dataclass(frozen=True, eq=False)
 class FusionRounds(Strategy[State]):
-    """Clients train the global model, and what they send is fused into the next."""
+    """Clients train the global model, and what they send is fused into the next.
+
+    head_start: the last layer from which clients train on where it was solved: the one they
+        "trained", the "solved" one, or that, "frozen"
+    """
+
+    head_start: str = option(one_of(HEAD_STARTS), "trained", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_start != "trained" and self.head == "trained":
+            raise InputError("head_start: no head is solved; give head='statistics', too")
 
     @abstractmethod
     def fused_by(self, round: int) -> Method | None:
@@ -67,16 +81,32 @@ class FusionRounds(Strategy[State]):
         """All clients start from the same weights, unless the first round matches them."""
         form = self.architecture.form
         alike = self.fused_by(0) is None
-        return State(0, form, self.architecture.drawn(form, self.seed) if alike else {})
+        drawn = self.architecture.drawn(form, self.seed) if alike else {}
+        return self.state_type(0, form, drawn)
 
     def task(self, state: State, client: str) -> Task:
-        return self._task(state, client, state.tensors)
+        return self._task(state, client, state.tensors, self._frozen(state))
+
+    def _frozen(self, state: State) -> Tensors:
+        """The last layer, if it was solved and is to stay."""
+        if self.head_start != "frozen" or not state.round:
+            return {}
+        model = self.architecture.filled(state.form, state.tensors)
+        names = head_names(model, self.architecture.example_inputs)
+        return {name: state.tensors[name] for name in names}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         method = self.fused_by(state.round)
         if method is not None:
             return self._fused(state, list(updates), method)
-        return State(state.round + 1, state.form, self.averaged(state, updates))
+        tensors = {**self._frozen(state), **self.averaged(state, updates)}
+        return replace(state, round=state.round + 1, tensors=tensors)
+
+    def with_head(self, state: State, head: Tensors) -> State:
+        after = super().with_head(state, head)
+        if self.head_start == "trained":
+            return after
+        return replace(after, tensors={**state.tensors, **head})
 
     def averaged(self, state: State, updates: Iterable[Update]) -> dict[str, Tensor]:
         """The mean of updates to the global model."""
@@ -113,10 +143,11 @@ class FusionRounds(Strategy[State]):
         return replace(state, form=Form(result.widths), tensors=tensors)
 
     def _fused(self, state: State, updates: list[Update], method: Method) -> State:
-        models = [self.architecture.filled(state.form, u.tensors) for u in updates]
+        frozen = self._frozen(state)
+        models = [self.architecture.filled(state.form, {**frozen, **u.tensors}) for u in updates]
         _, spec = self.architecture.network(state.form)
         if len(models) == 1:
-            return State(state.round + 1, state.form, dict(updates[0].tensors))
+            return replace(state, round=state.round + 1, tensors=dict(updates[0].tensors))
         result = fuse(
             models,
             self.architecture.example_inputs,
@@ -129,7 +160,8 @@ class FusionRounds(Strategy[State]):
             ),
         )
         form = Form(result.widths or state.form.widths)
-        return State(state.round + 1, form, tensors_of(result.model, spec.axes))
+        tensors = tensors_of(result.model, spec.axes)
+        return replace(state, round=state.round + 1, form=form, tensors=tensors)
 
 
 def _batchnorm_of(method: Method | None) -> dict[str, Any]:

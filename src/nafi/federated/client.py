@@ -18,8 +18,10 @@ from nafi.federated.architecture import Architecture, Tensors, load_tensors
 from nafi.federated.prefix import CACHE_BYTES
 from nafi.federated.privacy import Noise
 from nafi.federated.samples import Samples
+from nafi.federated.statistics import is_sum, sums_of, targets_of
 from nafi.federated.strategy import Task, Update, plain, tensors_of
 from nafi.federated.training import Loss, train
+from nafi.fusion import Targets
 
 Data = Mapping[str, Samples] | Callable[[str], Samples]
 # Computes what a task asks for beside weights: (trained network, samples, task) -> named tensors.
@@ -34,6 +36,7 @@ class Trainer:
     classes: how many there are, to count them; None for targets that are no classes
     noise: clip the client's change and add noise to it before it leaves
     extras: computes what tasks ask for beside weights; no noise is added to that
+    statistics: whether to answer with sums over samples, which leave without noise, too
     """
 
     architecture: Architecture
@@ -44,6 +47,7 @@ class Trainer:
     cache_bytes: int = CACHE_BYTES
     noise: Noise | None = None
     extras: Extras | None = None
+    statistics: bool = True
 
     def __call__(self, client: str, task: Task) -> tuple[Update, float]:
         """The client's update, and the mean loss of its last epoch, which stays with it."""
@@ -75,19 +79,33 @@ class Trainer:
             shapes = self.architecture.shapes(task.form)
             variances = {name for name, expected in shapes.items() if expected.variance}
             trained = self.noise.applied(before, trained, variances)
-        extras = self.extras(model, samples, task) if task.asks and self.extras else {}
+        asked = any(not is_sum(name) for name in task.asks)
+        extras = dict(self.extras(model, samples, task)) if asked and self.extras else {}
+        if task.sums:
+            extras |= sums_of(model, samples, task.sums, self._targets(task))
         counts = self._counts(samples)
         return Update(client, task.round, trained, len(samples), counts, plain(extras)), loss
 
+    def _targets(self, task: Task) -> Targets | None:
+        """The client's own network, where a task asks what it says."""
+        if not task.sums.outputs:
+            return None
+        return targets_of(self.architecture, task.form, task.extras)
+
     def _check_extras(self, task: Task) -> None:
         """Refuse before any training what cannot be answered afterwards."""
-        required = [name for name, expected in task.asks.items() if expected.required]
+        if task.sums and not self.statistics:
+            raise InputError("the strategy asks for sums over samples, which this client refuses")
+        if task.sums and self.noise is not None:
+            raise InputError("sums over samples would leave without noise; leave noise out")
+        asked = {name: kind for name, kind in task.asks.items() if not is_sum(name)}
+        required = [name for name, expected in asked.items() if expected.required]
         if required and self.extras is None:
             raise InputError(
                 f"the strategy asks for {few(required)} beside weights; give the client a function "
                 "that computes it (extras)"
             )
-        if task.asks and self.extras is not None and self.noise is not None:
+        if asked and self.extras is not None and self.noise is not None:
             raise InputError("extras would leave without noise; leave noise or extras out")
 
     def _counts(self, samples: Samples) -> tuple[int, ...] | None:

@@ -8,21 +8,33 @@ clients' networks are prepared once a round, whoever asks for the global model.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Generic, TypeVar
+from functools import reduce
+from operator import add
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, few
 from nafi.federated.architecture import Form, Tensors, load_tensors
+from nafi.federated.latest import Latest
+from nafi.federated.request import Request
+from nafi.federated.statistics import expected_sums, probing_inputs, read_layer, sums_name
 from nafi.federated.strategies import strategy
-from nafi.federated.strategy import State, Strategy, Task, Update, check_shapes, class_table
+from nafi.federated.strategy import (
+    State,
+    Strategy,
+    Task,
+    Update,
+    check_shapes,
+    class_table,
+    tensors_of,
+)
 from nafi.fusion import (
     Bayesian,
     Descent,
+    LayerStatistics,
     Method,
     Nafi,
     Networks,
@@ -32,7 +44,9 @@ from nafi.fusion import (
     in_place,
     merge_tensors,
     next_group,
+    pool_layers,
     prepare_networks,
+    scaled_to_usual,
     width_limits,
 )
 from nafi.graph import (
@@ -40,15 +54,15 @@ from nafi.graph import (
     Positions,
     attach_batchnorm,
     fold_batchnorm,
-    lift,
-    lifted_rows,
+    in_order,
     named_tensors,
 )
-from nafi.options import SWITCH, one_of, option
+from nafi.options import SWITCH, number, one_of, option
 
 Pairs = Sequence[tuple[str, str]]
 Places = Sequence[Mapping[str, Positions]]
-_Made = TypeVar("_Made")
+# Weight -> what every client summed of what its layer reads.
+Moments = Mapping[str, Sequence[LayerStatistics]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,35 +86,6 @@ class LayerwiseState(State):
     members: Mapping[str, Member] = field(default_factory=dict)
 
 
-class _Latest(Generic[_Made]):
-    """Something that is made of the latest state, once, when it is first asked for."""
-
-    def __init__(self) -> None:
-        self._state: Callable[[], State | None] = lambda: None
-        self._make: Callable[[], _Made] | None = None
-        self._made: _Made | None = None
-
-    def __reduce__(self) -> tuple[type[_Latest[_Made]], tuple[()]]:
-        """A copy remembers nothing: it can be made again."""
-        return type(self), ()
-
-    def expect(self, state: State, make: Callable[[], _Made]) -> None:
-        """If it is asked for, make it this way."""
-        self._state, self._make, self._made = weakref.ref(state), make, None
-
-    def get(self, state: State, make: Callable[[], _Made]) -> _Made:
-        """What was made of this very state; make: how, where nothing better is known."""
-        if self._state() is not state or (self._make is None and self._made is None):
-            self.expect(state, make)
-        if self._made is None:
-            assert self._make is not None
-            self._made, self._make = self._make(), None
-        return self._made
-
-    def forget(self) -> None:
-        self._make = self._made = None
-
-
 @strategy("layerwise")
 @dataclass(frozen=True, eq=False)
 class Layerwise(Strategy[LayerwiseState]):
@@ -114,6 +99,9 @@ class Layerwise(Strategy[LayerwiseState]):
 
     freeze: whether clients leave settled layers as they are; else they train them on, and these
         layers are averaged in every round
+    moments: clients also send second moments of what the next layers read, without labels. A merged
+        layer is then the posterior mean in which each client knows its neurons with the precision
+        of its own inputs; settled layers must be frozen. ridge: of that, in units of their mean
     method: how groups are matched; with pfnm the strategy is FedMA. A layer's normalisation is
         folded into it, with each client's own statistics, when the layer is matched; its
         batchnorm="attach" gives the final model an identity in its place to train on, "fold"
@@ -126,9 +114,12 @@ class Layerwise(Strategy[LayerwiseState]):
     method_kind: ClassVar[type[Method] | None] = Bayesian
 
     freeze: bool = option(SWITCH, True)
+    moments: bool = option(SWITCH, False)
+    ridge: float = option(number(above=0), 0.01)
     method: Bayesian = field(default_factory=Nafi)
-    _latest: _Latest[Networks] = field(init=False, repr=False, default_factory=_Latest)
-    _newcomers: _Latest[Tensors] = field(init=False, repr=False, default_factory=_Latest)
+    _latest: Latest[Networks] = field(init=False, repr=False, default_factory=Latest)
+    _newcomers: Latest[Tensors] = field(init=False, repr=False, default_factory=Latest)
+    _requests: Latest[dict[str, Any]] = field(init=False, repr=False, default_factory=Latest)
     _fixed: list[dict[str, str]] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,6 +128,12 @@ class Layerwise(Strategy[LayerwiseState]):
         one_of(["bottom-up"]).check(self.method.direction, "direction")
         self.method.check_one_variant()
         check_max_width(self.method.max_width, self.architecture.spec)
+        if self.moments and not self.freeze:
+            raise InputError("moments: they need settled layers that stay as they are: freeze=True")
+        if self.moments and self.method.trim:
+            raise InputError(
+                "moments: they would fit outliers that trim leaves out; leave trim out"
+            )
 
     def check_classes(self, classes: int | None) -> None:
         if classes is not None:
@@ -162,18 +159,21 @@ class Layerwise(Strategy[LayerwiseState]):
         member = state.members.get(client)
         start = member.tensors if member is not None else self._for_newcomers(state)
         self._latest.forget()  # clients train now, which takes memory
-        return self._task(state, client, {**state.tensors, **start}, self._frozen(state))
+        task = self._task(state, client, {**state.tensors, **start}, self._frozen(state))
+        return replace(task, **self._asked(state)) if self.moments else task
 
     def aggregate(self, state: LayerwiseState, updates: Iterable[Update]) -> LayerwiseState:
         self._latest.forget()
         members = dict(state.members)
+        messages = {}
         for update in updates:
             members[update.client] = Member(update.tensors, update.samples, update.class_counts)
+            messages[update.client] = update.extras
         current = replace(state, members=members)
         networks = self._prepared(current)
         if len(state.matched) == len(networks.spec.groups):
             return self._finish_pass(current, networks)
-        return self._match_group(current, networks)
+        return self._match_group(current, networks, self._moments_of(state, members, messages))
 
     def model(self, state: LayerwiseState) -> nn.Module:
         """The global model; the groups that are not matched yet are matched in one shot."""
@@ -187,6 +187,36 @@ class Layerwise(Strategy[LayerwiseState]):
         descent.run("bottom-up", lambda step, done, total: None)
         tensors = self._merged(networks, descent.placements, self.method.restore_norm)
         return self._with_batchnorm(Form(descent.widths, networks.spec.folded), tensors)
+
+    def _asked(self, state: LayerwiseState) -> dict[str, Any]:
+        """The task's entries that ask for moments of what the layers read that may come next."""
+        return self._requests.get(state, lambda: self._request(state))
+
+    def _request(self, state: LayerwiseState) -> dict[str, Any]:
+        model, spec = self.architecture.network(state.form)
+        weights = tuple(name for name in spec.tensors if _is_next(name, spec, state.matched))
+        request = Request(inputs=weights, precision=self.precision)
+        asks = expected_sums(model, self.architecture.example_inputs, request)
+        # What is not multiplied with inputs has none.
+        known = tuple(name for name in weights if sums_name(name) in asks)
+        return {"asks": asks, "sums": replace(request, inputs=known)}
+
+    def _moments_of(
+        self, state: LayerwiseState, members: Iterable[str], messages: Mapping[str, Tensors]
+    ) -> Moments:
+        """Weight -> the sums of every member; for those that sent none, the mean of the others."""
+        if not self.moments:
+            return {}
+        request = self._asked(state)["sums"]
+        moments = {}
+        for name in request.inputs:
+            sent = {c: read_layer(message, name, request) for c, message in messages.items()}
+            if self.method.clip is not None:
+                usual = scaled_to_usual(list(sent.values()), self.method.clip**2)
+                sent = dict(zip(sent, usual, strict=True))
+            mean = reduce(add, sent.values()).scaled(1 / len(sent))
+            moments[name] = [sent.get(client, mean) for client in members]
+        return moments
 
     @property
     def layers(self) -> int:
@@ -236,7 +266,7 @@ class Layerwise(Strategy[LayerwiseState]):
             state = dict(settled)
             for name in fitted.axes:
                 if name not in settled:
-                    state[name] = _in_order(before[name], name, fitted, places)
+                    state[name] = in_order(before[name], name, fitted, places)
             states.append(state | {other: state[name] for other, name in fitted.aliases.items()})
         return replace(
             networks,
@@ -266,7 +296,9 @@ class Layerwise(Strategy[LayerwiseState]):
             self._fixed.append({**dict.fromkeys(tied, reason), **networks.fixed_widths})
         return width_limits(networks, self.method.max_width, self._fixed[0])
 
-    def _match_group(self, state: LayerwiseState, prepared: Networks) -> LayerwiseState:
+    def _match_group(
+        self, state: LayerwiseState, prepared: Networks, moments: Moments
+    ) -> LayerwiseState:
         """Settle the next group: its own tensors for all, the others in each client's way."""
         networks = self._screened(prepared)
         descent = self._descent(state, networks)
@@ -280,20 +312,38 @@ class Layerwise(Strategy[LayerwiseState]):
             if name not in frozen and _is_settled(name, networks.spec, matched)
         ]
         merged = self._merged(networks, placements, self.method.restore_norm, names)
-        settled = {**frozen, **merged}
         _, spec = self.architecture.network(state.form)
         pairs = [
             pair for pair, weight in spec.foldable.items() if _is_settled(weight, spec, matched)
         ]
+        form = Form({**state.form.widths, **descent.widths}, (*state.form.folded, *pairs))
+        settled = {**frozen, **merged}
+        sums = {name: moments[name] for name in merged if name in moments}
+        if sums:
+            settled |= self._pooled(networks, placements, settled, form, sums)
         members = {
             name: replace(member, tensors=_followed(model, spec, pairs, places, settled))
             for (name, member), model, places in zip(
                 state.members.items(), prepared.clients.models, placements, strict=True
             )
         }
-        form = Form({**state.form.widths, **descent.widths}, (*state.form.folded, *pairs))
         after = LayerwiseState(state.round + 1, form, settled, matched, members)
         return self._remembered(after, prepared, placements)
+
+    def _pooled(
+        self,
+        networks: Networks,
+        placements: Places,
+        settled: Tensors,
+        form: Form,
+        sums: Mapping[str, Sequence[LayerStatistics]],
+    ) -> dict[str, Tensor]:
+        """The settled tensors, with layers fitted to what members compute on their own inputs."""
+        model, spec = self.architecture.network(form)
+        load_tensors(model, settled)
+        inputs = probing_inputs(self.architecture.example_inputs)
+        pool_layers(networks, placements, model, spec, inputs, sums, ridge=self.ridge)
+        return tensors_of(model, settled)
 
     def _finish_pass(self, state: LayerwiseState, prepared: Networks) -> LayerwiseState:
         """Average what no group settles, the output layer above all."""
@@ -363,6 +413,13 @@ def _all_in_place(networks: Networks) -> Places:
     return [in_place(spec, spec.groups) for spec in networks.specs]
 
 
+def _is_next(name: str, spec: ModelSpec, matched: Sequence[str]) -> bool:
+    """Whether a weight reads nothing but what is settled, and is part of neurons that are not."""
+    meaning, settled = spec.tensors[name], set(matched)
+    reads = meaning.groups_on(meaning.reads)
+    return bool(meaning.reads) and reads <= settled and not meaning.groups <= settled
+
+
 def _is_settled(name: str, spec: ModelSpec, matched: Sequence[str]) -> bool:
     """Whether a tensor is part of neurons whose order, and that of all they read, is settled.
 
@@ -385,18 +442,7 @@ def _followed(
     if pairs:
         model, spec = fold_batchnorm(model, spec, pairs)
     return {
-        name: _in_order(tensor.detach(), name, spec, placements)
+        name: in_order(tensor.detach(), name, spec, placements)
         for name, tensor in named_tensors(model).items()
         if name in spec.axes and name not in settled
     }
-
-
-def _in_order(
-    tensor: Tensor, name: str, spec: ModelSpec, placements: Mapping[str, Positions]
-) -> Tensor:
-    """A client's tensor in the global order; neurons that it does not own are neutral."""
-    lifted = lift(tensor, name, spec, placements)
-    neutral = spec.tensors[name].neutral
-    if not neutral:
-        return lifted
-    return torch.where(lifted_rows(name, spec, placements) > 0, lifted, neutral)

@@ -77,12 +77,13 @@ class Round:
 
     @property
     def label(self) -> str:
-        return f"round {self.state.round + 1} of {self.strategy.rounds}"
+        step = f", {self.state.awaiting}" if self.state.awaiting else ""
+        return f"round {self.state.round + 1} of {self.strategy.rounds}{step}"
 
     def hand_out(self) -> Iterator[tuple[str, Task]]:
         """What each client is asked to do."""
         for client in self.clients:
-            task = self.strategy.task(self.state, client)
+            task = self.strategy.next_task(self.state, client)
             self.tasks[client] = task
             self.down += size_of(task.tensors) + size_of(task.extras)
             yield client, task
@@ -90,7 +91,7 @@ class Round:
     def finish(self, outcomes: Iterable[Outcome]) -> tuple[State, Record]:
         """The state after the round; outcomes: one for each client, in their order."""
         try:
-            after = self.strategy.aggregate(self.state, self._usable(outcomes))
+            after = self.strategy.advance(self.state, self._usable(outcomes))
         except NafiError as error:
             self._check_quorum(error)
             raise
@@ -98,7 +99,7 @@ class Round:
         self._check_finite(after)
         losses = [loss for loss in self.losses if isfinite(loss)]
         return after, {
-            "round": after.round,
+            "round": self.state.round + 1,
             "clients": len(self.clients),
             "refused": self.refused,
             "bytes_down": self.down,
@@ -221,9 +222,11 @@ def conduct(
         chosen = strategy.select(state, clients())
         round = Round(strategy, state, chosen, acceptance, tell)
         state, record = carry(round)
+        if records and records[-1]["round"] == record["round"]:
+            record = _joined(records.pop(), record)
         record["widths"] = list(state.form.widths.values())
-        if evaluate is not None:
-            model = strategy.model(state)
+        if evaluate is not None and not state.awaiting:
+            model = strategy.global_model(state)
             # It may do with its copy as it likes; the last one is the run's.
             scores = _scores(evaluate(copy_network(model)))
             scores_text = "".join(f", {name} {value:.4g}" for name, value in scores.items())
@@ -232,7 +235,19 @@ def conduct(
         records = [*records, record]
         if checkpoint is not None:
             write_state(checkpoint, state, records, strategy.settings())
-    return Run(strategy.model(state) if model is None else model, state, records)
+    return Run(strategy.global_model(state) if model is None else model, state, records)
+
+
+def _joined(before: Record, record: Record) -> Record:
+    """One record of all messages of a round."""
+    added = {name: before[name] + record[name] for name in ("bytes_down", "bytes_up", "seconds")}
+    return {
+        **before,
+        **{name: round(value, 3) for name, value in added.items()},
+        "clients": max(before["clients"], record["clients"]),
+        "refused": {**before["refused"], **record["refused"]},
+        "messages": before.get("messages", 1) + 1,
+    }
 
 
 def _check_same_run(

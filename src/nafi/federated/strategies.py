@@ -23,7 +23,7 @@ from nafi.options import check_names
 # Name -> class of every strategy, in the order in which they were registered.
 STRATEGIES: dict[str, type[Strategy]] = {}
 _Class = TypeVar("_Class", bound=type[Strategy])
-_COMMON = tuple(field.name for field in fields(Strategy))
+_COMMON = ("architecture", "training", "rounds", "seed", "fraction")
 _OF_TRAINING = tuple(field.name for field in fields(Training))
 
 
@@ -89,8 +89,10 @@ def option_names(name: str) -> list[str]:
 
 
 def _own_options(kind: type[Strategy]) -> list[str]:
-    """The fields of a strategy's class, without those that all have."""
-    return [n for n in kind.option_names() if n not in (*_COMMON, "method")]
+    """The fields of a strategy's class, its own first, without those that are always given."""
+    shared = Strategy.option_names()
+    names = sorted(kind.option_names(), key=lambda name: name in shared)
+    return [n for n in names if n not in (*_COMMON, "method")]
 
 
 def _method(kind: type[Method], options: Mapping[str, Any]) -> Method:

@@ -11,6 +11,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from operator import add
 from typing import Any, ClassVar, Generic
 
 import numpy as np
@@ -19,12 +21,15 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from nafi.errors import InputError, few
-from nafi.federated.architecture import Architecture, Form, Shapes, Tensors
+from nafi.federated.architecture import Architecture, Form, Shapes, Tensors, load_tensors
+from nafi.federated.latest import Latest
 from nafi.federated.randomness import derived_seed
+from nafi.federated.request import PRECISIONS, Precision, Request
+from nafi.federated.statistics import expected_sums, probing_inputs, read_head
 from nafi.federated.training import Training
-from nafi.fusion import Method
+from nafi.fusion import Method, empty_head, solve_head
 from nafi.graph import named_tensors
-from nafi.options import Constraint, Options, option, plain_data, whole
+from nafi.options import Constraint, Options, one_of, option, plain_data, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +42,7 @@ class Task:
     start, seed: of the client's first weights, and of its batches in this round
     extras: what the strategy tells the client beside weights, as control variates
     asks: what the client's update may carry beside weights, as statistics of its data
+    sums: which of these are sums over its samples; with everything frozen, a client does not train
     """
 
     round: int
@@ -48,6 +54,7 @@ class Task:
     seed: int
     extras: Tensors = field(default_factory=dict)
     asks: Shapes = field(default_factory=dict)
+    sums: Request = field(default_factory=Request)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +80,16 @@ class State:
 
     round: how many are finished
     form, tensors: of the global model, as far as there is one
+    awaiting: what the round under way still needs of clients once they have trained: "head", or
+        what a strategy calls its further messages; nothing between two rounds
+    head: the last layer that was solved for the global model, if it was
     """
 
     round: int
     form: Form
     tensors: Tensors = field(default_factory=dict)
+    awaiting: str = field(default="", kw_only=True)
+    head: Tensors = field(default_factory=dict, kw_only=True)
 
 
 # Checkpoints and messages hold no larger one.
@@ -86,6 +98,8 @@ _SHARE = Constraint(
     lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
     "more than 0, at most 1",
 )
+HEAD = "head"
+HEADS = ("trained", "statistics")
 # A strategy without a parameter is one whose state is not known to the type checker.
 StateOf = TypeVar("StateOf", bound=State, default=Any)
 _Method = TypeVar("_Method", bound=Method)
@@ -96,6 +110,10 @@ class Strategy(Options, ABC, Generic[StateOf]):
     """An algorithm of federated training; its further fields are its options.
 
     rounds: how often clients train and send; fraction: the share of clients that take part in each
+    head: the last layer of the global model, "trained" as all others, or solved after each round
+        from the sum of the clients' labelled "statistics", which takes one more message. Training
+        goes on from the trained one
+    precision: of second moments in messages: float64, float32 or float16
 
     A subclass may say what its state is (`state_type`, a frozen dataclass), which methods of fusion
     its field `method` may hold (`method_kind`), and where defaults of `Training` and of the method
@@ -111,6 +129,9 @@ class Strategy(Options, ABC, Generic[StateOf]):
     rounds: int = option(whole(1))
     seed: int = option(whole(0, LARGEST_SEED), 0)
     fraction: float = option(_SHARE, 1.0)
+    head: str = option(one_of(HEADS), "trained", kw_only=True)
+    precision: Precision = option(one_of(PRECISIONS), "float32", kw_only=True)
+    _asks: Latest[Shapes] = field(init=False, repr=False, default_factory=Latest)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,9 +155,34 @@ class Strategy(Options, ABC, Generic[StateOf]):
     def model(self, state: StateOf) -> nn.Module:
         """The global model, in eval mode, as if the run ended now."""
 
+    def next_task(self, state: StateOf, client: str) -> Task:
+        """What a client is asked in the next message: carriers call this."""
+        return (
+            self._head_task(state, client) if state.awaiting == HEAD else self.task(state, client)
+        )
+
+    def advance(self, state: StateOf, updates: Iterable[Update]) -> StateOf:
+        """The state after all answers to `next_task`: a round later, or in the middle of one."""
+        if state.awaiting == HEAD:
+            return self._solved(state, updates)
+        after = self.aggregate(replace(state, head={}) if state.head else state, updates)
+        if self.head == "trained" or after.awaiting or not self._is_whole(after):
+            return after
+        return replace(after, round=state.round, awaiting=HEAD)
+
+    def with_head(self, state: StateOf, head: Tensors) -> StateOf:
+        """The state with a last layer that was solved."""
+        return replace(state, head=head)
+
+    def global_model(self, state: StateOf) -> nn.Module:
+        """What `model` gives, with the last layer that was solved for it."""
+        return load_tensors(self.model(state), state.head)
+
     def check_state(self, state: StateOf) -> None:
         """Refuse a state, as read from a file, that is none of this strategy."""
-        check_shapes(state.tensors, self.architecture.shapes(state.form))
+        shapes = self.architecture.shapes(state.form)
+        check_shapes(state.tensors, shapes)
+        check_shapes(state.head, shapes)
 
     def check_classes(self, classes: int | None) -> None:
         """Refuse before any round a number of classes that cannot be used; None: not counted."""
@@ -177,6 +223,33 @@ class Strategy(Options, ABC, Generic[StateOf]):
         rng = np.random.default_rng([self.seed, state.round])
         return [clients[k] for k in sorted(rng.choice(len(clients), count, replace=False))]
 
+    def _is_whole(self, state: State) -> bool:
+        """Whether the state holds a global model, not only some of its layers."""
+        _, spec = self.architecture.network(state.form)
+        return all(name in state.tensors for name in spec.axes)
+
+    def _head_task(self, state: State, client: str) -> Task:
+        """Ask for labelled sums at the last layer of the global model."""
+        request = Request(head=True, precision=self.precision)
+        asks = self._asks.get(state, lambda: self._expected(state, request))
+        return self._task(state, client, state.tensors, state.tensors, asks=asks, sums=request)
+
+    def _expected(self, state: State, request: Request) -> Shapes:
+        """What the answer to a request about the global model looks like."""
+        model = self.architecture.filled(state.form, state.tensors)
+        return expected_sums(model, self.architecture.example_inputs, request)
+
+    def _solved(self, state: StateOf, updates: Iterable[Update]) -> StateOf:
+        """The state after a round whose last message were labelled sums."""
+        model = self.architecture.filled(state.form, state.tensors).eval()
+        request = Request(head=True, precision=self.precision)
+        empty = empty_head(model, probing_inputs(self.architecture.example_inputs))
+        total = reduce(add, (read_head(u.extras, request, empty) for u in updates), empty)
+        solved = named_tensors(solve_head(model, [total]))
+        head = plain({name: solved[name] for name in total.tensor_names})
+        after = replace(state, round=state.round + 1, awaiting="")
+        return self.with_head(after, head)
+
     def _task(
         self,
         state: State,
@@ -186,6 +259,7 @@ class Strategy(Options, ABC, Generic[StateOf]):
         *,
         extras: Tensors | None = None,
         asks: Shapes | None = None,
+        sums: Request | None = None,
     ) -> Task:
         who = zlib.crc32(client.encode())
         return Task(
@@ -198,6 +272,7 @@ class Strategy(Options, ABC, Generic[StateOf]):
             seed=derived_seed(self.seed, who, 1 + state.round),
             extras=extras or {},
             asks=asks or {},
+            sums=sums or Request(),
         )
 
 

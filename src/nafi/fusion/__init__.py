@@ -14,22 +14,34 @@ from nafi.fusion.head import (
     HeadFit,
     HeadStatistics,
     add_statistics,
+    empty_head,
     fit_head,
     solve_head,
     statistics,
 )
 from nafi.fusion.judge import Validate, Verdict, verdict
 from nafi.fusion.last_layer import LastLayer
-from nafi.fusion.merge import merge_tensors
+from nafi.fusion.layer_sums import (
+    Targets,
+    Written,
+    add_to_layer,
+    layer_shapes,
+    layer_statistics,
+    owned_outputs,
+    refittable,
+)
+from nafi.fusion.merge import merge_tensors, merged_network
 from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
 from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
+from nafi.fusion.pooling import pool_layers, scaled_to_usual
 from nafi.fusion.probe import PROBE_LIMIT, read_probe
 from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import Agreement, Body, FusionResult, Scores
 from nafi.fusion.screen import Screen, as_real
 from nafi.fusion.stack import Stack
+from nafi.fusion.statistics import LayerStatistics, are_sums, pooled_fit, ridge_between
 from nafi.fusion.transport import Transport, align_to_one
 from nafi.fusion.widths import check_max_width, width_limits
 from nafi.graph import calibrate
@@ -54,6 +66,7 @@ __all__ = [
     "HeadFit",
     "HeadStatistics",
     "LastLayer",
+    "LayerStatistics",
     "Method",
     "Nafi",
     "Networks",
@@ -64,31 +77,45 @@ __all__ = [
     "Scores",
     "Screen",
     "Stack",
+    "Targets",
     "Transport",
     "Validate",
     "Verdict",
+    "Written",
     "add_statistics",
+    "add_to_layer",
     "align_to_one",
+    "are_sums",
     "as_real",
     "calibrate",
     "check_class_axis",
     "check_clients",
     "check_max_width",
     "distill",
+    "empty_head",
     "fit_head",
     "frontier",
     "fuse",
     "in_place",
     "input_moments",
+    "layer_shapes",
+    "layer_statistics",
     "make_method",
     "measured_size",
     "merge_tensors",
+    "merged_network",
     "method_names",
     "next_group",
     "option_names",
+    "owned_outputs",
+    "pool_layers",
+    "pooled_fit",
     "prepare_networks",
     "read_budget",
     "read_probe",
+    "refittable",
+    "ridge_between",
+    "scaled_to_usual",
     "solve_head",
     "statistics",
     "verdict",

@@ -61,6 +61,12 @@ class HeadStatistics:
         return int(self.class_counts.sum())
 
     @property
+    def tensor_names(self) -> list[str]:
+        """The tensors that are solved from them."""
+        parts = [name for layer in self.layers for name in (layer.weight, layer.bias)]
+        return [name for name in parts if name is not None]
+
+    @property
     def sums(self) -> LayerStatistics:
         """Of a layer whose outputs are to be one for the sample's class and zero for others."""
         counts = self.class_counts[None]
@@ -125,6 +131,18 @@ def statistics(
     _warn_of_few(parts[0])
     body = fingerprint(model, parts[0].layers)
     return replace(parts[0], body=body, losses=tried.losses())
+
+
+def empty_head(model: nn.Module, inputs: Any) -> HeadStatistics:
+    """Sums over no samples; inputs: arguments of the network, to find its last layer by."""
+    heads, networks = find_heads(model, inputs), members(model)
+    layers = tuple(head.layer.within(path) for (path, _), head in zip(networks, heads, strict=True))
+    tensors = named_tensors(model)
+    weights = [tensors[layer.weight].movedim(layer.axis, 0).flatten(1) for layer in layers]
+    reads, outputs = sum(w.shape[1] for w in weights), len(weights[0])
+    nothing = torch.zeros(0, reads, dtype=torch.float64)
+    no_labels = torch.zeros(0, max(outputs, 2), dtype=torch.float64)
+    return replace(_sums(layers, nothing, no_labels), body=fingerprint(model, layers))
 
 
 def _sums(layers: tuple[LastLayer, ...], read: Tensor, targets: Tensor) -> HeadStatistics:

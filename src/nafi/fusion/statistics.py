@@ -6,7 +6,10 @@ once they sum over more inputs than a layer has. A fit needs nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -16,6 +19,8 @@ RIDGES: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(4, -11, -1))
 _FIRST = RIDGES.index(0.01)
 # The outputs of a layer, at most, by which its ridge is chosen.
 CHOOSING = 128
+# Sums in double precision are symmetric and positive up to this share.
+ROUNDING = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +60,37 @@ class LayerStatistics:
             torch.tensor([count], dtype=torch.float64),
         )
 
+    @classmethod
+    def zeros(cls, blocks: int, reads: int, writes: int) -> LayerStatistics:
+        """Of no inputs."""
+        inputs = torch.zeros(blocks, 0, reads, dtype=torch.float64)
+        empty = cls.of(inputs, inputs.new_zeros(blocks, 0, writes))
+        # Their mean is not a number.
+        return replace(
+            empty, gram=torch.zeros_like(empty.gram), cross=torch.zeros_like(empty.cross)
+        )
+
     def __add__(self, other: LayerStatistics) -> LayerStatistics:
         return LayerStatistics(
             *(getattr(self, f.name) + getattr(other, f.name) for f in fields(LayerStatistics))
         )
+
+    def scaled(self, factor: float) -> LayerStatistics:
+        """As if every input counted so many times."""
+        return LayerStatistics(*(factor * getattr(self, f.name) for f in fields(LayerStatistics)))
+
+    def towards(self, weights: Tensor, shifts: Tensor) -> LayerStatistics:
+        """The same with outputs `z = h W + b`: weights (B, K, N), shifts (B, N)."""
+        cross = self.gram @ weights + self.sums[:, :, None] * shifts[:, None]
+        totals = (self.sums[:, None] @ weights)[:, 0] + self.count * shifts
+        squares = (weights * cross).sum(dim=1) + shifts * totals
+        return LayerStatistics(self.gram, cross, self.sums, totals, squares, self.count)
+
+    def outputs(self, weights: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, N) mean and deviation of `h W + b`: weights (B, K, N), biases (B, N)."""
+        mean = (self.sums[:, None] @ weights)[:, 0] / self.count
+        square = (weights * (self.gram @ weights)).sum(dim=1) / self.count
+        return mean + biases, (square - mean.square()).clamp(min=0).sqrt()
 
     def centred(self) -> LayerStatistics:
         """The same about the means, which is what a layer with a bias has to explain."""
@@ -102,6 +134,18 @@ class LayerStatistics:
         return float(self.squares.sum() - (weights * twice).sum())
 
 
+def are_sums(gram: Tensor, cross: Tensor, outer: Tensor, rounding: float = ROUNDING) -> bool:
+    """Whether there are samples with these sums of h h^T (K, K), h y^T (K, N) and y y^T (N, N)."""
+    products = torch.cat([torch.cat([gram, cross], dim=1), torch.cat([cross.mT, outer], dim=1)])
+    sizes = products.diagonal().clamp(min=0).sqrt()
+    sizes = torch.where(sizes > 0, sizes, 1.0)
+    products = products / sizes / sizes[:, None]
+    if not bool(((products - products.mT).abs() <= rounding).all()):
+        return False
+    products.diagonal().add_(len(products) * rounding)
+    return int(torch.linalg.cholesky_ex(products).info) == 0
+
+
 @dataclass(frozen=True)
 class LayerFit:
     """How well a layer was fitted.
@@ -142,6 +186,72 @@ def fit_layer(
     shifts = (both.totals - (both.sums[:, None] @ change)[:, 0]) / both.count
     fit = LayerFit(ridge, before, after, change.shape[1], int(both.count))
     return change, shifts if with_bias else torch.zeros_like(shifts), fit
+
+
+def pooled_fit(
+    parts: Sequence[LayerStatistics], owned: Tensor, *, ridge: float, with_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Weights (B, K, N) and shifts (B, N) to add to a layer of which clients own different outputs.
+
+        change_i = (t I + sum_s G_s)^-1 sum_s c_si   over the clients s that own output i
+
+    parts: of each client, with what the layer lacks there; owned: (S, B, N) who owns an output
+    ridge: t, in units of the mean diagonal of the sum; the bias has none
+
+    An output that nobody owns stays. Cost: one solution for each set of owners.
+    """
+    systems = torch.stack([_normal_equations(part, with_bias)[0] for part in parts])
+    wanted = torch.stack([_normal_equations(part, with_bias)[1] for part in parts])
+    blocks, reads, writes = parts[0].cross.shape
+    change = torch.zeros(blocks, systems.shape[-1], writes, dtype=torch.float64)
+    for block in range(blocks):
+        sets = owned[:, block].T
+        owners, which = sets.unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
+        for number, present in enumerate(owners):
+            if bool(present.any()):
+                outputs = which == number
+                change[block][:, outputs] = _ridge_solution(
+                    systems[present, block].sum(dim=0),
+                    wanted[present, block][:, :, outputs].sum(dim=0),
+                    reads,
+                    ridge,
+                )
+    shifts = change[:, reads] if with_bias else torch.zeros(blocks, writes, dtype=torch.float64)
+    return change[:, :reads], shifts
+
+
+def ridge_between(parts: Sequence[LayerStatistics], with_bias: bool) -> float:
+    """The ridge with which clients foretell each other's sums best, one half the other's."""
+    centred = [part.centred() for part in parts] if with_bias else list(parts)
+    halves = [reduce(add, centred[half::2]) for half in range(min(2, len(centred)))]
+    if len(halves) < 2:
+        return RIDGES[_FIRST]
+    pairs = [halves, halves[::-1]]
+    some = [[part.some_outputs(CHOOSING) for part in pair] for pair in pairs]
+    errors = [sum(_error(fit, judge, k) for fit, judge in some) for k in range(len(RIDGES))]
+    return RIDGES[min(range(len(RIDGES)), key=lambda k: errors[k])]
+
+
+def _normal_equations(part: LayerStatistics, with_bias: bool) -> tuple[Tensor, Tensor]:
+    """Of the weights (B, K, .), and of a bias as the weight of an input that is always one."""
+    if not with_bias:
+        return part.gram, part.cross
+    count = part.count.expand(len(part.gram))[:, None, None]
+    above = torch.cat([part.gram, part.sums[:, :, None]], dim=2)
+    below = torch.cat([part.sums[:, None], count], dim=2)
+    return torch.cat([above, below], dim=1), torch.cat([part.cross, part.totals[:, None]], dim=1)
+
+
+def _ridge_solution(system: Tensor, wanted: Tensor, reads: int, ridge: float) -> Tensor:
+    """With a ridge on the weights, larger where it is lost in rounding; zero if nothing helps."""
+    unit = system.diagonal()[:reads].mean().clamp(min=torch.finfo(torch.float64).tiny)
+    for larger in (1, 10, 100, 1000):
+        ridged = system.clone()
+        ridged.diagonal()[:reads] += larger * ridge * unit
+        factor, failed = torch.linalg.cholesky_ex(ridged)
+        if not bool(failed):
+            return torch.cholesky_solve(wanted, factor)
+    return torch.zeros_like(wanted)
 
 
 def best_ridge(

@@ -169,3 +169,12 @@ def _lifted(
         return lift_block(unfolded, block, spec, placements, consumed)
 
     return transform(tensor, axes, spec.widths, change, target)
+
+
+def in_order(tensor: Tensor, name: str, spec: ModelSpec, placements: Placements) -> Tensor:
+    """A client's tensor in the global order; neurons that it does not own are neutral."""
+    lifted = lift(tensor, name, spec, placements)
+    neutral = spec.tensors[name].neutral
+    if not neutral:
+        return lifted
+    return torch.where(lifted_rows(name, spec, placements) > 0, lifted, neutral)

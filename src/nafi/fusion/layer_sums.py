@@ -1,0 +1,195 @@
+"""Sums at the layers of a network, over batches that need not be kept.
+
+Hides: where layers are, and which places of large inputs are looked at. Promises: sums of batches
+add up, over clients too; two networks of one form are compared at the same inputs and places.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from nafi.errors import InputError, few
+from nafi.fusion.probe import batch_size
+from nafi.fusion.recording import Use, unlike_rows, written_axes
+from nafi.fusion.statistics import LayerStatistics
+from nafi.graph import (
+    Axis,
+    Inputs,
+    ModelSpec,
+    Placements,
+    Product,
+    lift_axes,
+    named_tensors,
+    sample_rows,
+    watch,
+)
+
+# Of an input with many places, as an image has, so many are summed.
+PLACES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What layers are to write: those of another network of the same form.
+
+    model: that network; spec: of both
+    owned: weight -> (B, N) whether an output is one of its own; others are left as they are
+    """
+
+    model: nn.Module
+    spec: ModelSpec
+    owned: Mapping[str, Tensor]
+
+
+def layer_statistics(
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    weights: Collection[str],
+    targets: Targets | None = None,
+) -> dict[str, LayerStatistics]:
+    """Sums over what layers read; with targets also of what they lack, `z - (h W + b)`.
+
+    batches: arguments of the network; weights: those whose layers are summed
+
+    Cost: one run of each network, and M K (K + N) for a layer with K inputs, N outputs and M
+    inputs and places.
+    """
+    sums: dict[str, LayerStatistics] = {}
+    for number, batch in enumerate(batches):
+        run = _Run(model, weights, number, PLACES * batch_size(batch), targets)
+        if targets is not None:
+            watch(targets.model, batch, run.visit_targets)
+        watch(model, batch, run.visit)
+        for name, part in run.sums.items():
+            sums[name] = sums[name] + part if name in sums else part
+    missing = [name for name in weights if name not in sums]
+    if missing:
+        raise InputError(f"no layer multiplies its inputs with {few(missing)}")
+    return sums
+
+
+def layer_shapes(
+    model: nn.Module, inputs: Inputs, weights: Collection[str]
+) -> dict[str, tuple[int, int, int]]:
+    """Weight -> (B, K, N): blocks, and the numbers that its layer reads and writes in each."""
+    shapes: dict[str, tuple[int, int, int]] = {}
+
+    def visit(product: Product) -> None:
+        if product.name in weights:
+            blocks, reads, writes = product.weights.shape
+            shapes[product.name] = blocks, reads, writes
+
+    watch(model, inputs, visit)
+    return shapes
+
+
+# The axes that a layer writes along, and (B, N) the place of each of its outputs.
+Written = tuple[tuple[Axis, ...], Tensor]
+
+
+def refittable(model: nn.Module, spec: ModelSpec, inputs: Inputs) -> dict[str, Written]:
+    """The weights that can be fitted to outputs, in the order in which they are first used.
+
+    inputs: any on which the network runs; their numbers must differ. The others are used in another
+    way, too, or their outputs are not one to one with neurons. Cost: three runs.
+    """
+    written: dict[str, Written | None] = {}
+
+    def visit(product: Product) -> None:
+        if product.name in spec.tensors and product.call == 0:
+            written[product.name] = written_axes(product, spec)
+
+    others = watch(model, inputs, visit)
+    along = unlike_rows(model, spec, inputs)
+    return {
+        name: where
+        for name, where in written.items()
+        if where is not None and name not in others and name not in along
+    }
+
+
+def owned_outputs(where: Written, spec: ModelSpec, places: Placements) -> Tensor:
+    """(B, N) whether an output of a layer is one of a client's own neurons.
+
+    spec: of the client; places: where its neurons went
+    """
+    axes, positions = where
+    widths = [sum(segment.size(spec.widths) for segment in axis) for axis in axes]
+    lifted = lift_axes(torch.ones(1, *widths), axes, spec, places)
+    return lifted.flatten()[positions] > 0
+
+
+def add_to_layer(
+    model: nn.Module, spec: ModelSpec, inputs: Inputs, name: str, change: Tensor, shifts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Add to a layer's weights (B, K, N) and bias (B, N), in place; both as they are then."""
+    added: list[tuple[Tensor, Tensor]] = []
+
+    def visit(product: Product) -> None:
+        if product.name != name or product.call:
+            return
+        weights = product.weights.double() + change
+        product.replace(weights.to(product.weights.dtype))
+        bias, where = spec.tensors[name].bias, written_axes(product, spec)
+        if bias is None or where is None:
+            added.append((weights, torch.zeros_like(shifts)))
+            return
+        vector = named_tensors(model)[bias].detach().view(-1)
+        vector[where[1].flatten()] += shifts.flatten().to(vector.dtype)
+        added.append((weights, vector[where[1]].double()))
+
+    watch(model, inputs, visit)
+    return added[0]
+
+
+@dataclass
+class _Run:
+    """One batch through a network, and before that through the one with the targets."""
+
+    model: nn.Module
+    weights: Collection[str]
+    number: int
+    most: int
+    targets: Targets | None
+    wanted: dict[Use, Tensor] = field(default_factory=dict)
+    sums: dict[str, LayerStatistics] = field(default_factory=dict)
+
+    def visit_targets(self, product: Product) -> None:
+        assert self.targets is not None
+        if product.name in self.weights:
+            inputs = product.inputs(self._rows(product))
+            made = _affine(product, inputs, self.targets.model, self.targets.spec)
+            self.wanted[product.name, product.call] = made
+
+    def visit(self, product: Product) -> None:
+        name = product.name
+        if name not in self.weights:
+            return
+        inputs = product.inputs(self._rows(product))
+        lacking = inputs[:, :, :0]
+        if self.targets is not None:
+            made = _affine(product, inputs, self.model, self.targets.spec)
+            owned = self.targets.owned[name][:, None]
+            lacking = (self.wanted[name, product.call] - made) * owned
+        part = LayerStatistics.of(inputs, lacking)
+        self.sums[name] = self.sums[name] + part if name in self.sums else part
+
+    def _rows(self, product: Product) -> Tensor:
+        """The places to look at, the same in all networks of a form."""
+        seed = zlib.crc32(f"{product.name} {product.call} {self.number}".encode())
+        return sample_rows(product.places, self.most, seed)
+
+
+def _affine(product: Product, inputs: Tensor, model: nn.Module, spec: ModelSpec) -> Tensor:
+    """(B, M, N) what a layer writes, with its bias."""
+    made = inputs @ product.weights
+    bias = spec.tensors[product.name].bias
+    where = None if bias is None else written_axes(product, spec)
+    if bias is None or where is None:
+        return made
+    return made + named_tensors(model)[bias].detach().flatten()[where[1]][:, None]
