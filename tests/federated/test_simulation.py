@@ -42,12 +42,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "match-then-average": {"penalty": 0.0, "evidence": 500.0},
     "layerwise": {"penalty": 0.0, "evidence": 500.0},
+    "fedavg head": {"head": "statistics", "head_start": "frozen"},
+    "layerwise moments": {"penalty": 0.0, "evidence": 500.0, "moments": True},
+    "match-refit": {"penalty": 0.0, "evidence": 500.0, "head": "statistics"},
 }
 
 
 def made(name: str) -> Strategy:
     training = Training(epochs=2, batch=8, rate=0.05, momentum=0.9)
-    return make_strategy(name, small(), training, rounds=ROUNDS, seed=1, **OPTIONS[name])
+    kind = name.split()[0]
+    return make_strategy(kind, small(), training, rounds=ROUNDS, seed=1, **OPTIONS[name])
 
 
 def work(strategy: Strategy) -> Trainer:

@@ -21,10 +21,11 @@ from nafi.federated.architecture import Form, Tensors
 from nafi.federated.averaging import MatchThenAverage
 from nafi.federated.latest import Latest
 from nafi.federated.request import Request
-from nafi.federated.statistics import OWN, OWNED, probing_inputs, read_layer
+from nafi.federated.statistics import OWN, OWNED, probing_inputs, read_errors, read_layer
 from nafi.federated.strategies import strategy
 from nafi.federated.strategy import State, Task, Update, check_shapes, class_table, tensors_of
 from nafi.fusion import (
+    RIDGES,
     AligningMethod,
     Bayesian,
     Method,
@@ -37,7 +38,6 @@ from nafi.fusion import (
     owned_outputs,
     pooled_fit,
     refittable,
-    ridge_between,
     scaled_to_usual,
 )
 from nafi.graph import ModelSpec, OutputMoments, Positions, attach_batchnorm, in_order
@@ -81,15 +81,15 @@ class MatchRefit(MatchThenAverage):
 
     pool: what fits a neuron: its "owners" alone, or "all" clients, where those that do not own it
         want it as it is. The sum of all messages is enough for "all"
-    ridge: of the fit, in units of the mean diagonal; None to choose it by what half of the clients
-        say of the fit to the others
+    ridge: of the fit, in units of the mean diagonal; None to choose it for each layer by how
+        clients' own fits do on a quarter of their inputs
     """
 
     state_type: ClassVar[type[State]] = RefitState
     method_kind: ClassVar[type[Method] | None] = Bayesian
 
     method: AligningMethod = field(default_factory=Nafi)
-    pool: str = option(one_of(("all", "owners")), "all")
+    pool: str = option(one_of(("owners", "all")), "owners")
     ridge: float | None = option(optional(number(above=0)), None)
     _refittable: Latest[Mapping[str, Written]] = field(
         init=False, repr=False, default_factory=Latest
@@ -220,8 +220,10 @@ class MatchRefit(MatchThenAverage):
 
     def _fitted(self, state: RefitState, updates: Iterable[Update], layer: str) -> State:
         """The layer fitted to what all clients sent."""
-        request = self._request(layer)
-        sent = {u.client: read_layer(u.extras, layer, request) for u in updates}
+        request, sent, errors = self._request(layer), {}, torch.zeros(len(RIDGES))
+        for update in updates:
+            sent[update.client] = read_layer(update.extras, layer, request)
+            errors = errors + read_errors(update.extras, layer)
         if not sent:
             raise InputError(f"nobody sent sums for {layer}")
         parts = list(sent.values())
@@ -233,7 +235,7 @@ class MatchRefit(MatchThenAverage):
         change, shifts = pooled_fit(
             parts,
             torch.ones_like(owned) if self.pool == "all" else owned,
-            ridge=self.ridge or ridge_between(parts, with_bias),
+            ridge=self.ridge or RIDGES[int(errors.argmin())],
             with_bias=with_bias,
         )
         inputs = probing_inputs(self.architecture.example_inputs)

@@ -26,6 +26,7 @@ from nafi.federated.architecture import (
 from nafi.federated.request import Request
 from nafi.federated.samples import Samples, as_numbers
 from nafi.fusion import (
+    RIDGES,
     HeadStatistics,
     LayerStatistics,
     Targets,
@@ -33,6 +34,7 @@ from nafi.fusion import (
     empty_head,
     layer_shapes,
     layer_statistics,
+    ridge_errors,
     statistics,
 )
 from nafi.graph import Inputs
@@ -41,7 +43,7 @@ from nafi.graph import Inputs
 _BATCH = 64
 # Correlations in lower precision are symmetric and positive up to this share.
 _ROUNDING = {"float64": 1e-8, "float32": 1e-5, "float16": 1e-3}
-_HEAD, _PREFIX = "head", "sums/"
+_HEAD, _PREFIX, _ERRORS = "head", "sums/", "errors"
 # In a task's extras: a client's own network, and which outputs of a layer are its own.
 OWN, OWNED = "own/", "owned/"
 
@@ -58,8 +60,12 @@ def sums_of(
         message |= _written(_HEAD, _head_tensors(statistics(model, _batches(samples))), request)
     if request.inputs:
         inputs = ((batch,) for batch, _ in _batches(samples))
-        for name, sums in layer_statistics(model, inputs, request.inputs, targets).items():
-            message |= _written(name, _layer_tensors(sums, request), request)
+        for name, parts in layer_statistics(model, inputs, request.inputs, targets).items():
+            message |= _written(name, _layer_tensors(parts.whole, request), request)
+            if targets is not None:
+                with_bias = targets.spec.tensors[name].bias is not None
+                errors = ridge_errors(parts.rest, parts.held_out, with_bias=with_bias)
+                message[_name(name, _ERRORS)] = errors
     return message
 
 
@@ -82,6 +88,8 @@ def expected_sums(model: nn.Module, example_inputs: Inputs, request: Request) ->
     for name, (blocks, reads, writes) in layer_shapes(model, inputs, request.inputs).items():
         empty = LayerStatistics.zeros(blocks, reads, writes)
         tensors[name] = _layer_tensors(empty, request)
+        if request.outputs:
+            tensors[name][_ERRORS] = torch.zeros(len(RIDGES))
     return {
         name: expected
         for of, sums in tensors.items()
@@ -136,9 +144,16 @@ def read_head(message: Tensors, request: Request, empty: HeadStatistics) -> Head
     return HeadStatistics(empty.layers, empty.body, **parts)
 
 
+def read_errors(message: Tensors, name: str) -> Tensor:
+    """(len(RIDGES),) how a client's fits of a layer did on what it held out, for each ridge."""
+    return message[_name(name, _ERRORS)]
+
+
 def read_layer(message: Tensors, name: str, request: Request) -> LayerStatistics:
     """The sums of a message for one layer."""
     tensors = _read(name, message, request)
+    if bool((tensors.pop(_ERRORS, torch.zeros(1)) < 0).any()):
+        raise InputError(f"the errors for {name} are below zero")
     gram, sums, count = (tensors[part] for part in ("gram", "sums", "count"))
     if not 1 <= float(count) < 2**53:
         raise InputError(f"the sums for {name} are over {float(count):g} inputs")
@@ -175,43 +190,60 @@ def _batches(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
 
 # ---------------------------------------------------------------------------------- on the wire
 #
-# G is symmetric: half of it is sent. In double precision it is sent as it is, so that messages of
-# several clients can be added up; in less, as correlations and the roots of its diagonal.
+# G is symmetric: half of it is sent. In double precision sums are sent as they are, so that
+# messages of several clients can be added up; in less, products as correlations.
 
 
 def _written(of: str, tensors: Mapping[str, Tensor], request: Request) -> dict[str, Tensor]:
-    message = {_name(of, name): tensor for name, tensor in tensors.items() if name != "gram"}
-    gram = tensors["gram"]
-    rows, columns = torch.triu_indices(*gram.shape[-2:])
+    parts, dtype = dict(tensors), getattr(torch, request.precision)
+    rows, columns = torch.triu_indices(*parts["gram"].shape[-2:])
     if request.precision != "float64":
-        scale = gram.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
-        message[_name(of, "scale")] = scale
-        unit = torch.where(scale > 0, scale, 1.0)
-        gram = gram / unit[..., None] / unit[..., None, :]
-    message[_name(of, "gram")] = gram[..., rows, columns].to(getattr(torch, request.precision))
-    return message
+        scale = parts["gram"].diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+        parts["gram"] = parts["gram"] / _outer(scale, scale)
+        if "cross" in parts:
+            parts["cross"] = (parts["cross"] / _outer(scale, _sizes(parts))).to(dtype)
+        parts["scale"] = scale
+    parts["gram"] = parts["gram"][..., rows, columns].to(dtype)
+    return {_name(of, name): tensor for name, tensor in parts.items()}
 
 
 def _read(of: str, message: Tensors, request: Request) -> dict[str, Tensor]:
     prefix = _name(of, "")
-    tensors = {n.removeprefix(prefix): t for n, t in message.items() if n.startswith(prefix)}
-    half = tensors["gram"].double()
+    parts = {n.removeprefix(prefix): t for n, t in message.items() if n.startswith(prefix)}
+    half = parts["gram"].double()
     size = int((2 * half.shape[-1]) ** 0.5)
     rows, columns = torch.triu_indices(size, size)
     gram = half.new_zeros(*half.shape[:-1], size, size)
     gram[..., rows, columns] = half
     gram[..., columns, rows] = half
+    parts["gram"] = gram
     if request.precision != "float64":
-        scale = tensors.pop("scale")
-        gram = gram * scale[..., None] * scale[..., None, :]
-    return {**tensors, "gram": gram}
+        scale = parts.pop("scale")
+        parts["gram"] = gram * _outer(scale, scale)
+        if "cross" in parts:
+            parts["cross"] = parts["cross"].double() * _outer(scale, _sizes(parts))
+    return parts
+
+
+def _sizes(parts: Mapping[str, Tensor]) -> Tensor:
+    """Roots of the sums of squares of what a layer is to write."""
+    squares = parts["squares"] if "squares" in parts else parts["class_counts"]
+    return squares.clamp(min=0).sqrt()
+
+
+def _outer(rows: Tensor, columns: Tensor) -> Tensor:
+    """Products of sizes; one where there is none."""
+    products = rows[..., :, None] * columns[..., None, :]
+    return torch.where(products > 0, products, 1.0)
 
 
 def _expected(of: str, sums: Mapping[str, Tensor], request: Request) -> dict[str, Expected]:
     *blocks, size, _ = sums["gram"].shape
+    dtype = getattr(torch, request.precision)
     kinds = {n: Expected(tuple(t.shape), torch.float64, total=True) for n, t in sums.items()}
-    half = (*blocks, size * (size + 1) // 2)
-    kinds["gram"] = Expected(half, getattr(torch, request.precision), total=True)
+    kinds["gram"] = Expected((*blocks, size * (size + 1) // 2), dtype, total=True)
+    if "cross" in kinds:
+        kinds["cross"] = Expected(kinds["cross"].shape, dtype, total=True)
     if request.precision != "float64":
         kinds["scale"] = Expected((*blocks, size), torch.float64, variance=True)
     return {_name(of, name): kind for name, kind in kinds.items()}

@@ -41,7 +41,13 @@ from nafi.fusion.registry import METHODS, make_method, method_names, option_name
 from nafi.fusion.result import Agreement, Body, FusionResult, Scores
 from nafi.fusion.screen import Screen, as_real
 from nafi.fusion.stack import Stack
-from nafi.fusion.statistics import LayerStatistics, are_sums, pooled_fit, ridge_between
+from nafi.fusion.statistics import (
+    RIDGES,
+    LayerStatistics,
+    are_sums,
+    pooled_fit,
+    ridge_errors,
+)
 from nafi.fusion.transport import Transport, align_to_one
 from nafi.fusion.widths import check_max_width, width_limits
 from nafi.graph import calibrate
@@ -50,6 +56,7 @@ __all__ = [
     "BUDGETS",
     "METHODS",
     "PROBE_LIMIT",
+    "RIDGES",
     "SCALES",
     "Agreement",
     "AligningMethod",
@@ -114,7 +121,7 @@ __all__ = [
     "read_budget",
     "read_probe",
     "refittable",
-    "ridge_between",
+    "ridge_errors",
     "scaled_to_usual",
     "solve_head",
     "statistics",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nafi.errors import InputError, few
 from nafi.fusion.probe import batch_size
 from nafi.fusion.recording import Use, unlike_rows, written_axes
+from nafi.fusion.refit import HELD_OUT
 from nafi.fusion.statistics import LayerStatistics
 from nafi.graph import (
     Axis,
@@ -46,12 +47,39 @@ class Targets:
     owned: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class LayerParts:
+    """Sums over most inputs, and over those that are held out to choose a ridge by."""
+
+    rest: LayerStatistics
+    held_out: LayerStatistics
+
+    @classmethod
+    def of(cls, inputs: Tensor, targets: Tensor) -> LayerParts:
+        """inputs: (B, M, K); targets: (B, M, N); rows in the order of the inputs."""
+        cut = round(HELD_OUT * inputs.shape[1])
+        rest, held_out = (
+            LayerStatistics.of(inputs[:, rows], targets[:, rows])
+            if inputs[:, rows].numel()
+            else LayerStatistics.zeros(len(inputs), inputs.shape[2], targets.shape[2])
+            for rows in (slice(cut, None), slice(cut))
+        )
+        return cls(rest, held_out)
+
+    @property
+    def whole(self) -> LayerStatistics:
+        return self.rest + self.held_out
+
+    def __add__(self, other: LayerParts) -> LayerParts:
+        return LayerParts(self.rest + other.rest, self.held_out + other.held_out)
+
+
 def layer_statistics(
     model: nn.Module,
     batches: Iterable[Inputs],
     weights: Collection[str],
     targets: Targets | None = None,
-) -> dict[str, LayerStatistics]:
+) -> dict[str, LayerParts]:
     """Sums over what layers read; with targets also of what they lack, `z - (h W + b)`.
 
     batches: arguments of the network; weights: those whose layers are summed
@@ -59,7 +87,7 @@ def layer_statistics(
     Cost: one run of each network, and M K (K + N) for a layer with K inputs, N outputs and M
     inputs and places.
     """
-    sums: dict[str, LayerStatistics] = {}
+    sums: dict[str, LayerParts] = {}
     for number, batch in enumerate(batches):
         run = _Run(model, weights, number, PLACES * batch_size(batch), targets)
         if targets is not None:
@@ -157,7 +185,7 @@ class _Run:
     most: int
     targets: Targets | None
     wanted: dict[Use, Tensor] = field(default_factory=dict)
-    sums: dict[str, LayerStatistics] = field(default_factory=dict)
+    sums: dict[str, LayerParts] = field(default_factory=dict)
 
     def visit_targets(self, product: Product) -> None:
         assert self.targets is not None
@@ -176,7 +204,7 @@ class _Run:
             made = _affine(product, inputs, self.model, self.targets.spec)
             owned = self.targets.owned[name][:, None]
             lacking = (self.wanted[name, product.call] - made) * owned
-        part = LayerStatistics.of(inputs, lacking)
+        part = LayerParts.of(inputs, lacking)
         self.sums[name] = self.sums[name] + part if name in self.sums else part
 
     def _rows(self, product: Product) -> Tensor:

@@ -150,7 +150,7 @@ def scaled_to_usual(sums: Sequence[LayerStatistics], most: float) -> list[LayerS
     limit = most * sizes.median()
     shares = torch.where(sizes > limit, limit / sizes.clamp(min=1e-300), 1.0)
     return [
-        replace(each, gram=each.gram * share, sums=each.sums * share.sqrt())
+        replace(each, gram=each.gram * share, sums=each.sums * share**0.5)
         for each, share in zip(sums, shares.tolist(), strict=True)
     ]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
@@ -220,16 +218,17 @@ def pooled_fit(
     return change[:, :reads], shifts
 
 
-def ridge_between(parts: Sequence[LayerStatistics], with_bias: bool) -> float:
-    """The ridge with which clients foretell each other's sums best, one half the other's."""
-    centred = [part.centred() for part in parts] if with_bias else list(parts)
-    halves = [reduce(add, centred[half::2]) for half in range(min(2, len(centred)))]
-    if len(halves) < 2:
-        return RIDGES[_FIRST]
-    pairs = [halves, halves[::-1]]
-    some = [[part.some_outputs(CHOOSING) for part in pair] for pair in pairs]
-    errors = [sum(_error(fit, judge, k) for fit, judge in some) for k in range(len(RIDGES))]
-    return RIDGES[min(range(len(RIDGES)), key=lambda k: errors[k])]
+def ridge_errors(fitted: LayerStatistics, judge: LayerStatistics, *, with_bias: bool) -> Tensor:
+    """(len(RIDGES),) the error on some statistics of fits to others, for every ridge.
+
+    Clients can add them up, and the ridge with the least is the one for all.
+    """
+    parts = [part.centred() if with_bias else part for part in (fitted, judge)]
+    fit, held = (part.some_outputs(CHOOSING) for part in parts)
+    errors = torch.tensor([_error(fit, held, k) for k in range(len(RIDGES))], dtype=torch.float64)
+    # A ridge that is lost in rounding is worse than no fit at all.
+    worst = 10 * float(held.squares.sum().clamp(min=0)) + 1e-30
+    return errors.nan_to_num(worst, worst, 0.0).clamp(min=0)
 
 
 def _normal_equations(part: LayerStatistics, with_bias: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,608 @@
+"""Sums over clients' own samples: what they are, who may send them, and what comes of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import nafi
+from nafi.errors import InputError
+from nafi.federated import (
+    Acceptance,
+    Architecture,
+    Noise,
+    Request,
+    Samples,
+    Strategy,
+    Task,
+    Trainer,
+    Training,
+    Update,
+    UpdateError,
+    make_strategy,
+    simulate,
+)
+from nafi.federated.architecture import load_tensors
+from nafi.federated.refit import RefitState
+from nafi.federated.statistics import expected_sums, read_head, read_layer, sums_of
+from nafi.fusion import (
+    RIDGES,
+    LayerStatistics,
+    Targets,
+    empty_head,
+    layer_statistics,
+    pooled_fit,
+    ridge_errors,
+    scaled_to_usual,
+    solve_head,
+)
+from nafi.graph import named_tensors, permute, random_permutations
+from tests.federated.networks import CLASSES, FEATURES, normed, pictures, population, small
+
+pytestmark = pytest.mark.filterwarnings("ignore::nafi.fusion.FusionWarning")
+CLIENTS = list(population())
+RULES = Acceptance(classes=CLASSES)
+TRAINING = Training(epochs=2, batch=8, rate=0.05, momentum=0.9)
+
+
+def made(name: str, architecture: Architecture | None = None, **options: Any) -> Strategy:
+    rounds = options.pop("rounds", 1)
+    return make_strategy(name, architecture or small(), TRAINING, rounds=rounds, **options)
+
+
+def drawn(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def inputs(samples: Samples) -> Iterable[tuple[Tensor]]:
+    return [(samples.inputs[:7],), (samples.inputs[7:],)]
+
+
+# ------------------------------------------------------------------------------------ the sums
+
+
+def test_sums_of_a_layer_are_those_over_all_its_inputs() -> None:
+    model, _ = small().network(small().form)
+    samples = population()["0"]
+    sums = layer_statistics(model, inputs(samples), ["two.weight"])["two.weight"].whole
+    with torch.no_grad():
+        h = model.one(samples.inputs).relu().double()  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(sums.gram[0], h.T @ h, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sums.sums[0], h.sum(dim=0), rtol=1e-5, atol=1e-6)
+    assert float(sums.count) == len(samples)
+    assert sums.cross.shape == (1, 5, 0)
+
+
+def test_a_convolution_reads_patches() -> None:
+    conv = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1))
+    images = torch.randn(5, 2, 4, 4, generator=drawn())
+    sums = layer_statistics(conv, [(images,)], ["0.weight"])["0.weight"].whole
+    patches = nn.functional.unfold(images, 3, padding=1).movedim(1, 2).flatten(0, 1).double()
+    torch.testing.assert_close(sums.gram[0], patches.T @ patches, rtol=1e-5, atol=1e-4)
+    assert float(sums.count) == 5 * 16
+
+
+def test_what_a_layer_lacks_is_counted_for_its_owners_outputs_alone() -> None:
+    architecture = small()
+    (fused, spec), (own, _) = (architecture.network(architecture.form) for _ in range(2))
+    for model, seed in ((fused, 1), (own, 2)):
+        load_tensors(model, architecture.drawn(architecture.form, seed))
+    samples = population()["1"]
+    owned = torch.tensor([[1, 0, 1, 1]], dtype=torch.uint8)
+    targets = Targets(own, spec, {"two.weight": owned})
+    sums = layer_statistics(fused, inputs(samples), ["two.weight"], targets)["two.weight"].whole
+    with torch.no_grad():
+        read = fused.one(samples.inputs).relu()  # type: ignore[operator, union-attr]
+        wanted = own.two(own.one(samples.inputs).relu())  # type: ignore[operator, union-attr]
+        lacking = (wanted - fused.two(read)) * owned  # type: ignore[operator]
+    torch.testing.assert_close(
+        sums.cross[0], read.double().T @ lacking.double(), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(sums.totals[0], lacking.double().sum(dim=0), rtol=1e-4, atol=1e-5)
+    assert bool((sums.cross[0, :, 1] == 0).all())
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_pooled_fit_is_least_squares_over_the_samples_of_the_owners(with_bias: bool) -> None:
+    """Against numpy, on the rows of the owners of each output stacked."""
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(n, 4)) for n in (9, 12, 7)]
+    wanted = [rng.normal(size=(n, 3)) for n in (9, 12, 7)]
+    owned = np.array([[1, 0, 1], [1, 1, 0], [0, 1, 0]], dtype=bool)
+    parts = [
+        LayerStatistics.of(torch.from_numpy(h)[None], torch.from_numpy(z)[None])
+        for h, z in zip(rows, wanted, strict=True)
+    ]
+    change, shifts = pooled_fit(
+        parts, torch.from_numpy(owned)[:, None], ridge=1e-12, with_bias=with_bias
+    )
+    for output in range(3):
+        have = [s for s in range(3) if owned[s, output]]
+        h = np.concatenate([rows[s] for s in have])
+        h = np.column_stack([h, np.ones(len(h))]) if with_bias else h
+        z = np.concatenate([wanted[s][:, output] for s in have])
+        expected = np.linalg.lstsq(h, z, rcond=None)[0]
+        np.testing.assert_allclose(change[0, :, output], expected[:4], rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(shifts[0, output], expected[4] if with_bias else 0, atol=1e-8)
+
+
+def test_an_output_that_nobody_owns_stays() -> None:
+    part = LayerStatistics.of(torch.randn(1, 9, 2, generator=drawn()), torch.ones(1, 9, 2))
+    owned = torch.tensor([[[True, False]]])
+    change, shifts = pooled_fit([part], owned, ridge=0.01, with_bias=True)
+    assert float(shifts[0, 0]) == pytest.approx(1.0)
+    assert bool((change[0, :, 1] == 0).all())
+    assert float(shifts[0, 1]) == 0
+
+
+def test_errors_of_ridges_tell_what_can_be_foretold() -> None:
+    truth = torch.randn(1, 6, 4, generator=drawn(1))
+    h = [torch.randn(1, 200, 6, generator=drawn(k)) for k in range(2)]
+    noise = [torch.randn(1, 200, 4, generator=drawn(9 + k)) for k in range(2)]
+    told = [LayerStatistics.of(x, x @ truth) for x in h]
+    random = [LayerStatistics.of(x, z) for x, z in zip(h, noise, strict=True)]
+    assert RIDGES[int(ridge_errors(*told, with_bias=True).argmin())] < 0.001
+    assert RIDGES[int(ridge_errors(*random, with_bias=True).argmin())] >= 1
+
+
+# ------------------------------------------------------------------------------- on the wire
+
+
+@pytest.mark.parametrize(
+    ("precision", "error"), [("float64", 0), ("float32", 1e-6), ("float16", 1e-3)]
+)
+def test_messages_hold_sums_in_the_precision_that_was_asked_for(
+    precision: Any, error: float
+) -> None:
+    architecture = small()
+    model, _ = architecture.network(architecture.form)
+    samples = population()["0"]
+    request = Request(head=True, inputs=("two.weight",), precision=precision)
+    message = sums_of(model, samples, request)
+    expected = expected_sums(model, architecture.example_inputs, request)
+    assert {n: (tuple(t.shape), t.dtype) for n, t in message.items()} == {
+        n: (e.shape, e.dtype) for n, e in expected.items()
+    }
+    exact = layer_statistics(model, [(samples.inputs,)], ["two.weight"])["two.weight"].whole
+    read = read_layer(message, "two.weight", request)
+    size = exact.gram.diagonal(dim1=1, dim2=2).max()
+    assert float((read.gram - exact.gram).abs().max() / size) <= error + 1e-12
+    head = read_head(message, request, empty_head(model, (samples.inputs,)))
+    whole = nafi.statistics(model, [(samples.inputs, samples.labels)])
+    assert float((head.gram - whole.gram).abs().max() / whole.gram.max()) <= error + 1e-9
+    assert float((head.cross - whole.cross).abs().max() / whole.cross.abs().max()) <= error + 1e-6
+
+
+def masked(messages: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Each pair of clients adds and subtracts the same random numbers."""
+    generator = drawn(5)
+    hidden = [{n: t.clone() for n, t in message.items()} for message in messages]
+    for one in range(len(hidden)):
+        for other in range(one):
+            for name, tensor in hidden[one].items():
+                mask = 100 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+                tensor += mask
+                hidden[other][name] -= mask
+    return hidden
+
+
+def added(messages: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: sum(m[name] for m in messages) for name in messages[0]}  # type: ignore[misc]
+
+
+def test_masked_sums_give_the_same_head_and_the_same_layer() -> None:
+    """What secure aggregation relies on: masks that cancel, added to sums in double precision."""
+    architecture = small()
+    model, spec = architecture.network(architecture.form)
+    own = [
+        architecture.filled(architecture.form, architecture.drawn(architecture.form, s))
+        for s in range(3)
+    ]
+    request = Request(head=True, inputs=("two.weight",), outputs=True, precision="float64")
+    everyone = {"two.weight": torch.ones(1, 4, dtype=torch.uint8)}
+    messages = [
+        sums_of(model, samples, request, Targets(network, spec, everyone))
+        for samples, network in zip(population().values(), own, strict=True)
+    ]
+    hidden = masked(messages)
+    assert float((hidden[0]["sums/head/gram"] - messages[0]["sums/head/gram"]).abs().max()) > 10
+    empty = empty_head(model, (population()["0"].inputs,))
+    solved, fits = [], []
+    for sent in (messages, hidden):
+        total = added(sent)
+        solved.append(named_tensors(solve_head(model, [read_head(total, request, empty)])))
+        whole = read_layer(total, "two.weight", request)
+        owned = torch.ones(1, 1, 4, dtype=torch.bool)
+        fits.append(pooled_fit([whole], owned, ridge=0.01, with_bias=True)[0])
+    torch.testing.assert_close(
+        solved[0]["out.weight"], solved[1]["out.weight"], rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(fits[0], fits[1], rtol=1e-6, atol=1e-8)
+
+
+# ------------------------------------------------------------------------------ the last layer
+
+
+@pytest.mark.parametrize("name", ["fedavg", "match-then-average", "layerwise", "fedadam"])
+def test_a_head_from_statistics_is_the_one_that_nafi_solves(name: str) -> None:
+    plain, solved = (made(name, rounds=3, head=h) for h in ("trained", "statistics"))
+    one, two = (
+        simulate(s, CLIENTS, Trainer(s.architecture, population(), CLASSES))
+        for s in (plain, solved)
+    )
+    parts = [nafi.statistics(one.model, [(d.inputs, d.labels)]) for d in population().values()]
+    expected = nafi.solve_head(one.model, parts).state_dict()
+    assert set(two.state.head) == {"out.weight", "out.bias"}
+    for key, tensor in two.model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
+    last, before = two.records[-1], one.records[-1]
+    assert last["messages"] == 2
+    assert last["bytes_up"] > before["bytes_up"]
+
+
+def test_clients_leave_a_frozen_head_as_it_is() -> None:
+    strategy = made("fedavg", rounds=3, head="statistics", head_start="frozen")
+    work = Trainer(strategy.architecture, population(), CLASSES)
+    state = simulate(replace(strategy, rounds=1), CLIENTS, work).state
+    task = strategy.next_task(state, "0")
+    assert task.frozen == {"out.weight", "out.bias"}
+    for name in task.frozen:
+        torch.testing.assert_close(task.tensors[name], state.head[name], rtol=0, atol=0)
+    update, _ = work("0", task)
+    assert set(update.tensors) == set(task.tensors) - task.frozen
+    after = strategy.advance(state, [update])
+    assert after.awaiting == "head"
+    torch.testing.assert_close(after.tensors["out.weight"], state.head["out.weight"])
+
+
+def test_a_solved_head_is_for_the_model_and_training_goes_on_from_the_trained_one() -> None:
+    plain, solved = (made("fedavg", rounds=2, head=h) for h in ("trained", "statistics"))
+    one, two = (
+        simulate(s, CLIENTS, Trainer(s.architecture, population(), CLASSES))
+        for s in (plain, solved)
+    )
+    for name, tensor in one.state.tensors.items():
+        torch.testing.assert_close(two.state.tensors[name], tensor, rtol=0, atol=0)
+    assert not torch.equal(two.model.state_dict()["out.weight"], one.state.tensors["out.weight"])
+
+
+def test_a_start_from_a_head_that_is_not_solved_is_refused() -> None:
+    with pytest.raises(InputError, match="head_start: no head is solved; give head='statistics'"):
+        made("fedavg", head_start="frozen")
+    with pytest.raises(InputError, match="head: found 'best', expected one of trained, statistics"):
+        made("fedavg", head="best")
+
+
+# ---------------------------------------------------------------------------------- layer-wise
+
+
+def layerwise_exchange(**options: Any) -> tuple[Strategy, Any, list[Update], Trainer]:
+    strategy = made("layerwise", rounds=3, moments=True, **options)
+    work = Trainer(strategy.architecture, population(), CLASSES)
+    state = strategy.start()
+    updates = [work(client, strategy.next_task(state, client))[0] for client in CLIENTS]
+    return strategy, state, updates, work
+
+
+def test_moments_are_asked_for_where_layers_read_what_is_settled() -> None:
+    strategy, state, updates, work = layerwise_exchange()
+    assert strategy.next_task(state, "0").sums.inputs == ("one.weight",)
+    state = strategy.advance(state, updates)
+    assert strategy.next_task(state, "0").sums.inputs == ("two.weight",)
+    updates = [work(client, strategy.next_task(state, client))[0] for client in CLIENTS]
+    state = strategy.advance(state, updates)
+    assert not strategy.next_task(state, "0").sums
+
+
+def test_a_merged_layer_is_the_posterior_mean_by_clients_moments() -> None:
+    """Every client has all neurons, so that the closed form is one system for all of them."""
+    strategy, state, updates, _ = layerwise_exchange(penalty=1e9, ridge=0.02)
+    after = strategy.advance(state, updates)
+    plain = replace(strategy, moments=False).advance(state, updates)
+    request = strategy.next_task(state, "0").sums
+    width = after.form.widths[next(iter(after.form.widths))]
+    assert width == 5
+    systems, wanted = [], []
+    for update in updates:
+        sums = read_layer(update.extras, "one.weight", request)
+        mean = sums.scaled(1 / float(sums.count))
+        h = torch.cat([mean.sums[0], mean.count])
+        system = torch.zeros(FEATURES + 1, FEATURES + 1, dtype=torch.float64)
+        system[:-1, :-1], system[-1], system[:, -1] = mean.gram[0], h, h
+        places = _places(strategy, state, updates, update)
+        own = torch.cat([update.tensors["one.weight"], update.tensors["one.bias"][:, None]], dim=1)
+        lifted = torch.empty_like(own)
+        lifted[places] = own
+        systems.append(system)
+        wanted.append(system @ lifted.double().T)
+    prior = torch.cat([plain.tensors["one.weight"], plain.tensors["one.bias"][:, None]], dim=1)
+    total = sum(systems)
+    assert isinstance(total, Tensor)
+    ridge = torch.diag(torch.tensor([1.0] * FEATURES + [0.0], dtype=torch.float64))
+    ridge = 0.02 * total.diagonal()[:-1].mean() * ridge
+    expected = torch.linalg.solve(total + ridge, sum(wanted) + ridge @ prior.double().T).T
+    torch.testing.assert_close(
+        after.tensors["one.weight"].double(), expected[:, :-1], rtol=1e-3, atol=1e-4
+    )
+    torch.testing.assert_close(
+        after.tensors["one.bias"].double(), expected[:, -1], rtol=1e-3, atol=1e-4
+    )
+
+
+def _places(strategy: Strategy, state: Any, updates: list[Update], update: Update) -> Tensor:
+    """Where a client's first neurons went: its outgoing weights follow them."""
+    after = replace(strategy, moments=False).advance(state, updates)  # type: ignore[type-var]
+    moved = after.members[update.client].tensors["two.weight"]
+    own = update.tensors["two.weight"]
+    return (own.T[:, None] - moved.T[None]).abs().sum(dim=2).argmin(dim=1)
+
+
+def test_clients_that_are_the_same_keep_their_layer() -> None:
+    strategy, state, updates, _ = layerwise_exchange()
+    same = [replace(updates[0], client=u.client, extras=u.extras) for u in updates]
+    after = strategy.advance(state, same)
+    plain = replace(strategy, moments=False).advance(state, same)
+    for name in ("one.weight", "one.bias"):
+        torch.testing.assert_close(after.tensors[name], plain.tensors[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_client_that_sent_no_moments_counts_with_the_mean_of_the_others() -> None:
+    strategy, state, updates, work = layerwise_exchange()
+    state = strategy.advance(state, updates)
+    tasks = {client: strategy.next_task(state, client) for client in CLIENTS}
+    some = [work(client, tasks[client])[0] for client in CLIENTS[:2]]
+    after = strategy.advance(state, some)
+    assert set(after.members) == set(CLIENTS)
+    assert all(bool(t.isfinite().all()) for t in after.tensors.values())
+
+
+def test_moments_need_frozen_layers_and_no_trimming() -> None:
+    with pytest.raises(InputError, match="moments: they need settled layers that stay"):
+        made("layerwise", moments=True, freeze=False)
+    with pytest.raises(InputError, match="moments: they would fit outliers that trim leaves out"):
+        made("layerwise", moments=True, trim=0.2)
+
+
+# ---------------------------------------------------------------------------------- match-refit
+
+
+def refit_state(strategy: Strategy, models: list[nn.Module], data: dict[str, Samples]) -> Any:
+    """After all messages of the first round, of clients with these models."""
+    work = Trainer(strategy.architecture, data, CLASSES)
+    state = strategy.start()
+    names = strategy.architecture.spec.axes
+    updates: Iterable[Update] = [
+        Update(client, 0, {n: named_tensors(model)[n].detach() for n in names}, len(data[client]))
+        for client, model in zip(data, models, strict=True)
+    ]
+    state = strategy.advance(state, updates)
+    while state.awaiting:
+        state = strategy.advance(state, [work(c, strategy.next_task(state, c))[0] for c in data])
+    return state
+
+
+@pytest.mark.parametrize("pool", ["all", "owners"])
+@pytest.mark.parametrize("kind", ["small", "normed"])
+def test_permuted_copies_are_refitted_to_themselves(kind: str, pool: str) -> None:
+    architecture, data = small(), population()
+    if kind == "normed":
+        architecture, data = normed(), {str(s): pictures(20, s) for s in range(3)}
+    model = architecture.filled(architecture.form, architecture.drawn(architecture.form, 3)).eval()
+    if kind == "normed":
+        _disturb(model)
+    spec = replace(architecture.spec)
+    copies = [
+        permute(model, spec, random_permutations(spec, drawn(seed))) for seed in range(len(data))
+    ]
+    strategy = made("match-refit", architecture, pool=pool)
+    state = refit_state(strategy, copies, dict(data))
+    x = next(iter(data.values())).inputs
+    with torch.no_grad():
+        expected, found = model(x), strategy.global_model(state)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def _disturb(model: nn.Module) -> None:
+    """Statistics of a normalisation that has seen something."""
+    generator = drawn(8)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.normal_(generator=generator)
+            module.running_var.uniform_(0.5, 2.0, generator=generator)
+
+
+def test_layers_are_refitted_in_the_order_in_which_they_run() -> None:
+    strategy = made("match-refit", max_width=1.5)
+    data = population()
+    work = Trainer(strategy.architecture, data, CLASSES)
+    state = strategy.start()
+    seen = []
+    while not strategy.finished(state):
+        seen.append(state.awaiting)
+        tasks = {client: strategy.next_task(state, client) for client in data}
+        if state.awaiting:
+            later = {"layer one.weight": 2, "layer two.weight": 1}.get(state.awaiting, 0)
+            assert len(tasks["0"].tensors) == 6 - 2 * later
+            assert tasks["0"].frozen == set(strategy.architecture.spec.axes)
+        state = strategy.advance(state, [work(c, task)[0] for c, task in tasks.items()])
+    assert seen == ["", "layer one.weight", "layer two.weight", "layer out.weight"]
+    assert isinstance(state, RefitState)
+    assert not state.members
+
+
+def test_a_refit_brings_outputs_closer_to_those_of_the_clients() -> None:
+    """On the samples that were summed, least squares cannot be worse than what was merged."""
+    data = population()
+    sums = []
+    for name, options in (("match-then-average", {}), ("match-refit", {"ridge": 1e-6})):
+        strategy = made(name, max_width=1.0, **options)
+        work = Trainer(strategy.architecture, data, CLASSES)
+        run = simulate(strategy, CLIENTS, work)
+        error = 0.0
+        for client in CLIENTS:
+            update, _ = work(client, strategy.next_task(strategy.start(), client))
+            own = strategy.architecture.filled(strategy.architecture.form, update.tensors)
+            x = data[client].inputs
+            with torch.no_grad():
+                error += float((own(x) - run.model(x)).square().sum())
+        sums.append(error)
+    assert sums[1] < sums[0]
+
+
+def test_a_run_killed_between_two_layers_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole.safetensors", tmp_path / "halves.safetensors"
+
+    class StopError(Exception):
+        pass
+
+    def stop(step: str, done: int, total: int) -> None:
+        if step.startswith("round 1 of 2, layer two.weight, client 1"):
+            raise StopError
+
+    strategy = made("match-refit", rounds=2, head="statistics")
+    work = Trainer(strategy.architecture, population(), CLASSES)
+    run = simulate(strategy, CLIENTS, work, checkpoint=whole)
+    with pytest.raises(StopError):
+        simulate(strategy, CLIENTS, work, checkpoint=halves, progress=stop)
+    again = simulate(
+        made("match-refit", rounds=2, head="statistics"),
+        CLIENTS,
+        work,
+        checkpoint=halves,
+        resume=True,
+    )
+    one, two = load_file(whole), load_file(halves)
+    assert set(one) == set(two)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert [r["messages"] for r in again.records] == [r["messages"] for r in run.records] == [5, 2]
+    assert [r["bytes_up"] for r in again.records] == [r["bytes_up"] for r in run.records]
+
+
+def test_clients_that_were_not_fused_are_not_asked_for_layers() -> None:
+    strategy = made("match-refit")
+    work = Trainer(strategy.architecture, population(), CLASSES)
+    state = strategy.start()
+    state = strategy.advance(state, [work(c, strategy.next_task(state, c))[0] for c in CLIENTS[:2]])
+    assert strategy.select(state, CLIENTS) == CLIENTS[:2]
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def lying(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> tuple[Task, Update]:
+    strategy = made("fedavg", head="statistics")
+    work = Trainer(strategy.architecture, population(), CLASSES)
+    state = strategy.start()
+    state = strategy.advance(state, [work(c, strategy.next_task(state, c))[0] for c in CLIENTS])
+    task = strategy.next_task(state, "0")
+    update, _ = work("0", task)
+    return task, replace(update, extras=change(dict(update.extras)))
+
+
+def with_entry(name: str, value: Callable[[Tensor], Tensor]) -> Any:
+    return lambda extras: {**extras, name: value(extras[name].clone())}
+
+
+def indefinite(gram: Tensor) -> Tensor:
+    gram[0] = -gram[0]
+    return gram
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "not a number": (
+        with_entry("sums/head/gram", lambda g: g * float("nan")),
+        "extra sums/head/gram holds values that are NaN or infinite",
+    ),
+    "indefinite": (
+        with_entry("sums/head/gram", indefinite),
+        "the sums for head are not those of any samples",
+    ),
+    "too large for its means": (
+        with_entry("sums/head/cross", lambda c: 1000 * c),
+        "the sums for head are not those of any samples",
+    ),
+    "half a sample": (
+        with_entry("sums/head/class_counts", lambda c: c + 0.5),
+        "counts or losses of the sums at the last layer are not such",
+    ),
+    "another layer": (
+        lambda extras: {n.replace("head", "two.weight"): t for n, t in extras.items()},
+        r"it lacks .*sums/head.* among its extras",
+    ),
+    "another size": (
+        with_entry("sums/head/gram", lambda g: g[1:]),
+        r"extra sums/head/gram: found shape \(9,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_sums_is_refused(name: str) -> None:
+    change, reason = BAD[name]
+    task, update = lying(change)
+    shapes = small().shapes(task.form)
+    with pytest.raises(UpdateError, match=reason):
+        RULES.check(update, "0", task, shapes)
+
+
+def test_a_round_names_the_client_whose_sums_are_refused() -> None:
+    strategy = made("fedavg", head="statistics")
+    honest = Trainer(strategy.architecture, population(), CLASSES)
+
+    def work(client: str, task: Task) -> tuple[Update, float]:
+        update, loss = honest(client, task)
+        if client == "1" and task.sums:
+            bad = {n: -t if n.endswith("gram") else t for n, t in update.extras.items()}
+            update = replace(update, extras=bad)
+        return update, loss
+
+    run = simulate(strategy, CLIENTS, work, acceptance=Acceptance(quorum=2, classes=CLASSES))
+    assert list(run.records[0]["refused"]) == ["1"]
+    assert "not those of any samples" in run.records[0]["refused"]["1"]
+
+
+def test_the_screen_bounds_moments_of_the_wrong_scale() -> None:
+    honest = [
+        LayerStatistics.of(torch.randn(1, 50, 3, generator=drawn(k)), torch.zeros(1, 50, 0))
+        for k in range(4)
+    ]
+    lie = honest[0].scaled(1e6)
+    lie = replace(lie, count=honest[0].count, sums=honest[0].sums)
+    held = scaled_to_usual([*honest, lie], 4.0)
+    sizes = [float(each.gram.diagonal(dim1=1, dim2=2).sum()) for each in held]
+    assert max(sizes) <= 4.0 * sorted(sizes)[2] * 1.0001
+    for before, after in zip(honest, held, strict=False):
+        torch.testing.assert_close(after.gram, before.gram, rtol=0, atol=0)
+
+
+def test_a_client_may_refuse_to_send_sums_and_noise_is_not_mixed_with_them() -> None:
+    strategy = made("fedavg", head="statistics")
+    silent = Trainer(strategy.architecture, population(), CLASSES, statistics=False)
+    noisy = Trainer(strategy.architecture, population(), CLASSES, noise=Noise(1.0, 0.1, seed=0))
+    state = replace(strategy.start(), awaiting="head")
+    task = strategy.next_task(state, "0")
+    with pytest.raises(InputError, match="asks for sums over samples, which this client refuses"):
+        silent("0", task)
+    with pytest.raises(InputError, match="sums over samples would leave without noise"):
+        noisy("0", task)
+
+
+def test_sums_of_few_samples_are_warned_of_at_the_client() -> None:
+    strategy = made("fedavg", head="statistics")
+    few = {"0": population()["0"][slice(4)]}
+    task = strategy.next_task(replace(strategy.start(), awaiting="head"), "0")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(strategy.architecture, few, CLASSES)("0", task)
+    assert any("the sums are over few samples" in str(w.message) for w in caught)
