@@ -59,7 +59,8 @@ class MethodConfig(_Strict):
 
     method: one of nafi.fuse, or of the strategies for an experiment in rounds; "local" for the mean
         of the clients' own models, "best" for the one with the highest test score
-    options: fixed options; grid: option -> values, of which all combinations are tried. Options of
+    options: fixed options; grid: option -> values, of which all combinations are tried; variants:
+        tables of options, each of which is tried with all combinations of the grid. Options of
         training, like FedProx's `proximal`, are among them, and those of the laboratory:
         `calibrate`, training inputs on which the statistics of a model are measured before it is
         judged; in one shot `probe`, training inputs without labels that the method is given, and
@@ -74,14 +75,19 @@ class MethodConfig(_Strict):
     method: str
     options: dict[str, Any] = {}
     grid: dict[str, list[Any]] = {}
+    variants: list[dict[str, Any]] = Field(default=[{}], min_length=1)
     start: Start = "own"
     widths_of: str | None = None
     attack: Attack = "none"
 
     def candidates(self) -> list[dict[str, Any]]:
-        """All combinations of the grid, with the fixed options."""
-        values = itertools.product(*self.grid.values())
-        return [{**self.options, **dict(zip(self.grid, v, strict=True))} for v in values]
+        """All combinations of the grid, for every variant, with the fixed options."""
+        values = list(itertools.product(*self.grid.values()))
+        return [
+            {**self.options, **variant, **dict(zip(self.grid, v, strict=True))}
+            for variant in self.variants
+            for v in values
+        ]
 
 
 class PaperRow(_Strict):
@@ -145,6 +151,8 @@ class Experiment(_Strict):
     width_limit: most neurons of a group for every matching method, as a factor, or "none"
     budget: most candidates that a method may choose from
     attackers: clients that do what a method's `attack` says
+    solved_head: in rounds, also score every model with the last layer solved from the labelled
+        statistics of all clients, which changes nothing else
     problems: name -> the experiment on one of several problems; in a file, what differs there from
         the entries that all have in common
     problem: its name, if it is one of these
@@ -171,6 +179,7 @@ class Experiment(_Strict):
     width_limit: PositiveFloat | Literal["none"] = 3.0
     budget: int = Field(default=8, ge=1)
     attackers: int = Field(default=0, ge=0)
+    solved_head: bool = False
     training: TrainingConfig = Field(default={}, validate_default=True)
     methods: list[MethodConfig] = Field(min_length=1)
     report: ReportConfig = ReportConfig()
@@ -264,9 +273,8 @@ class Experiment(_Strict):
 
     def settings(self) -> dict[str, Any]:
         """What all cells have in common; records of other settings are not to be mixed."""
-        return self.model_dump(
-            exclude={"methods", "clients", "hidden", "trials", "report", "problems"}, mode="json"
-        )
+        exclude = {"methods", "clients", "hidden", "trials", "report", "problems", "solved_head"}
+        return self.model_dump(exclude=exclude, mode="json")
 
     def only_problems(self, names: Sequence[str]) -> Self:
         """The experiment with no method left for its other problems; their records still fit."""

@@ -30,6 +30,7 @@ from nafi.experiments.clients import (
 from nafi.experiments.entries import Record, entry
 from nafi.experiments.methods import (
     ALONE,
+    ENSEMBLE,
     LOCAL,
     Options,
     fuse_clients,
@@ -55,7 +56,7 @@ def try_candidates(cell: Cell, progress: Progress | None, device: str) -> list[R
     run: Callable[[Options], Record]
     if cell.method.method in ALONE:
         run = bench.run_alone
-    elif cell.experiment.rounds is None:
+    elif cell.experiment.rounds is None or cell.method.method == ENSEMBLE:
         run = bench.run_one_shot
     else:
         run = bench.run_rounds
@@ -133,13 +134,19 @@ class _Bench:
         )
 
         def evaluate(model: nn.Module) -> dict[str, float]:
-            return {name: round(value, 3) for name, value in trial.score(judged(model)).items()}
+            scores = trial.score(judged(model))
+            if cell.experiment.solved_head:
+                solved = trial.score(trial.with_head(model))
+                scores |= {f"head_{name}": value for name, value in solved.items()}
+            return {name: round(value, 3) for name, value in scores.items()}
 
         start = time.perf_counter()
         run = self._simulate(strategy, candidate, evaluate)
         seconds = time.perf_counter() - start
         last = run.records[-1]
         details = {"rounds": run.records, **self._pictures(judged(run.model))}
+        if "head_test" in last:
+            details["head_test"] = last["head_test"]
         validation, test = last["validation"], last["test"]
         return entry(candidate, validation, test, last["widths"], seconds, **details)
 

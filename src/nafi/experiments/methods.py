@@ -24,6 +24,8 @@ from nafi.options import SWITCH, Constraint, whole
 
 # Clients that never talk: the mean of their scores, and the best of them.
 LOCAL, BEST = ALONE = ("local", "best")
+# A method of one shot that experiments in rounds have, too, of clients that trained alone.
+ENSEMBLE = "ensemble"
 _OF_TRAINING = tuple(f.name for f in fields(Training))
 _PROBE = Constraint(
     lambda value: value == "noise" or whole(0).allows(value), 'a number of inputs, or "noise"'
@@ -37,7 +39,8 @@ Options = Mapping[str, Any]
 
 def check_method(method: str, candidates: Sequence[Options], in_rounds: bool) -> None:
     """Refuse a method, or an option of it, that there is not."""
-    known = (*ALONE, *(STRATEGIES if in_rounds else METHODS))
+    in_rounds = in_rounds and method != ENSEMBLE
+    known = (*ALONE, *((*STRATEGIES, ENSEMBLE) if in_rounds else METHODS))
     if method not in known:
         where = "in rounds" if in_rounds else "in one shot"
         raise InputError(f"found {method!r}, expected one of {', '.join(known)} {where}")

@@ -79,6 +79,8 @@ _ORDER = (
     "nafi-oneshot-calibrated",
     "nafi-layerwise",
     "nafi-average",
+    "nafi-refit",
+    "nafi-refit-average",
     "nafi",
     "stack-1",
     "stack-2",

@@ -269,6 +269,26 @@ def _best_round(material: Material) -> Iterator[TextTable | Figure]:
         yield score_table(chosen, title, "best")
 
 
+@view("head")
+def _head(material: Material) -> Iterator[TextTable | Figure]:
+    """Scores with the last layer solved from all clients' labelled statistics."""
+    records = [r for r in material.records if "head_test" in r]
+    if records:
+        title = f"{material.metric.capitalize()} with the last layer solved from statistics"
+        yield score_table(records, title, "head_test")
+
+
+@view("early")
+def _early(material: Material) -> Iterator[TextTable | Figure]:
+    """Scores after the second round, with the trained and with the solved last layer."""
+    timed = [r for r in material.in_rounds if len(r["rounds"]) > 2]
+    for name, label in (("test", ""), ("head_test", ", last layer solved")):
+        early = [{**r, "early": r["rounds"][1][name]} for r in timed if name in r["rounds"][1]]
+        if early:
+            title = f"{material.metric.capitalize()} after two rounds{label}"
+            yield score_table(early, title, "early")
+
+
 @view("bytes")
 def _bytes(material: Material) -> Iterator[TextTable | Figure]:
     """Megabytes of all rounds and clients, down and up."""
