@@ -242,6 +242,8 @@ class Broken:
             raise RuntimeError("out of memory")
         if self.what == "old":
             return replace(update, round=task.round - 1), loss
+        if not update.tensors:  # it was asked for sums alone
+            return update, loss
         name = next(iter(update.tensors))
         broken = {**update.tensors, name: update.tensors[name] * float("nan")}
         return replace(update, tensors=broken), loss
@@ -264,7 +266,7 @@ def test_a_round_goes_on_without_a_bad_update(
     rules = Acceptance(quorum=2, classes=CLASSES)
     run = simulate(strategy, list(population()), broken, acceptance=rules)
     assert [list(record["refused"]) for record in run.records] == [[], ["1"], [], []]
-    frozen = name == "layerwise" and what == "nan"  # then the first tensor is another one
+    frozen = name.startswith("layerwise") and what == "nan"  # then the first tensor is another one
     expected = WRONG[what].replace("one.weight", "two.weight") if frozen else WRONG[what]
     assert run.records[1]["refused"]["1"].startswith(expected)
     assert "client 1 refused" in caplog.text
@@ -328,7 +330,7 @@ def test_a_model_that_is_no_longer_finite_is_not_kept(tmp_path: Path) -> None:
             return replace(after, tensors=tensors)
 
     fedavg = made("fedavg")
-    strategy = Overflowing(**{f.name: getattr(fedavg, f.name) for f in fields(fedavg)})
+    strategy = Overflowing(**{f.name: getattr(fedavg, f.name) for f in fields(fedavg) if f.init})
     file = tmp_path / "run.safetensors"
     with pytest.raises(NafiError, match=r"round 3 of 4: one\.weight became NaN or infinite"):
         simulate(strategy, list(population()), work(strategy), checkpoint=file)
@@ -354,7 +356,8 @@ class Indexed(nn.Module):
 def test_what_cannot_be_averaged_is_not_taken_from_a_client(name: str) -> None:
     architecture = Architecture(Indexed, (torch.zeros(2, FEATURES),))
     training = Training(epochs=1, batch=8, rate=0.05)
-    strategy = make_strategy(name, architecture, training, rounds=ROUNDS, **OPTIONS[name])
+    kind = name.split()[0]
+    strategy = make_strategy(kind, architecture, training, rounds=ROUNDS, **OPTIONS[name])
     trainer = Trainer(architecture, population(), CLASSES)
 
     def spoilt(client: str, task: Task) -> tuple[Update, float]:
@@ -372,7 +375,7 @@ def test_what_cannot_be_averaged_is_not_taken_from_a_client(name: str) -> None:
         assert torch.equal(found.model.state_dict()[key], tensor)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", list(OPTIONS)[:3])
 def test_the_largest_weights_that_are_taken_do_not_end_a_round(name: str) -> None:
     """Folding multiplies a gain and a weight, and divides by the root of a variance."""
     training = Training(epochs=1, batch=8, rate=0.05)

@@ -273,8 +273,10 @@ class Experiment(_Strict):
 
     def settings(self) -> dict[str, Any]:
         """What all cells have in common; records of other settings are not to be mixed."""
-        exclude = {"methods", "clients", "hidden", "trials", "report", "problems", "solved_head"}
-        return self.model_dump(exclude=exclude, mode="json")
+        of_cells = {"methods", "clients", "hidden", "trials", "budget"}
+        return self.model_dump(
+            exclude=of_cells | {"report", "problems", "solved_head"}, mode="json"
+        )
 
     def only_problems(self, names: Sequence[str]) -> Self:
         """The experiment with no method left for its other problems; their records still fit."""

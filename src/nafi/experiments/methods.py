@@ -91,7 +91,7 @@ def option_names(method: str, in_rounds: bool) -> list[str]:
     """Options of a method, of training, and of the laboratory itself; see `MethodConfig`."""
     if method in ALONE:
         return list(_OF_TRAINING)
-    if in_rounds:
+    if in_rounds and method != ENSEMBLE:
         return [*strategy_options(method), *_IN_ROUNDS]
     return [*method_options(method), *_OF_TRAINING, *_ONE_SHOT]
 

@@ -22,7 +22,15 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Form, Tensors
 from nafi.federated.statistics import head_names
 from nafi.federated.strategies import strategy
-from nafi.federated.strategy import State, Strategy, Task, Update, class_table, tensors_of
+from nafi.federated.strategy import (
+    State,
+    Strategy,
+    Task,
+    Update,
+    class_table,
+    plain,
+    tensors_of,
+)
 from nafi.fusion import (
     AligningMethod,
     Method,
@@ -106,7 +114,7 @@ class FusionRounds(Strategy[State]):
         after = super().with_head(state, head)
         if self.head_start == "trained":
             return after
-        return replace(after, tensors={**state.tensors, **head})
+        return replace(after, tensors={**state.tensors, **plain(head)})
 
     def averaged(self, state: State, updates: Iterable[Update]) -> dict[str, Tensor]:
         """The mean of updates to the global model."""
