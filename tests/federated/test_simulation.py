@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -297,6 +298,46 @@ def test_a_killed_worker_is_replaced() -> None:
     )
     assert "1" in run.records[1]["refused"] or len(run.records[1]["refused"]) == 3
     assert [len(record["refused"]) for record in run.records[2:]] == [0, 0]
+
+
+class Waiting:
+    """A trainer that says which process it is in, and then takes its time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.classes = folder, CLASSES
+
+    def __call__(self, client: str, task: Task) -> tuple[Update, float]:
+        (self.folder / str(os.getpid())).touch()
+        time.sleep(60)
+        raise AssertionError
+
+
+@pytest.mark.slow
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path\n"
+        "from tests.federated.test_simulation import *\n"
+        "if __name__ == '__main__':\n"
+        f"    simulate(made('fedavg'), ['0', '1'], Waiting(Path({str(tmp_path)!r})), workers=2)\n"
+    )
+    main = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + 60
+    while len(workers := [int(file.name) for file in tmp_path.iterdir()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    main.kill()
+    main.wait()
+    while any(_runs(worker) for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process is there, and not only its entry in the table of processes."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_below_the_quorum_a_run_stops_and_can_be_resumed(tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from nafi.errors import InputError, NafiError
 from nafi.experiments.cells import Cell, Key, cells
 from nafi.experiments.clients import Recipe, population
@@ -28,6 +26,7 @@ from nafi.experiments.engine import try_candidates
 from nafi.experiments.entries import Record
 from nafi.experiments.records import append_record, finished, make_record
 from nafi.federated import Progress
+from nafi.workers import begin_worker
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -153,7 +152,7 @@ def _workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
     others = set(multiprocessing.active_children())
     # Fresh processes: forked ones would inherit the state of torch's threads.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread)
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=begin_worker)
     try:
         yield pool
     except BaseException as error:
@@ -168,7 +167,3 @@ def _workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)

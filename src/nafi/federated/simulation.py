@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from nafi.errors import InputError, NafiError
 from nafi.federated.acceptance import Acceptance
 from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.run import Evaluate, Outcome, Progress, Run, conduct
 from nafi.federated.strategy import Strategy, Task, Update
 from nafi.options import whole
+from nafi.workers import begin_worker
 
 Work = Callable[[str, Task], tuple[Update, float]]
 # Does several clients' tasks: (client, task) pairs in, outcomes in the same order out.
@@ -151,7 +150,7 @@ _work: list[Work] = []
 
 
 def _begin(work: Work) -> None:
-    torch.set_num_threads(1)
+    begin_worker()
     _work.append(work)
 
 
