@@ -74,6 +74,7 @@ RESERVED = {
         "manifest",
         "probes",
         "statistics_files",
+        "workers",
     },
     "flwr": {"federated"},
 }
