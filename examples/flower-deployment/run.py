@@ -47,6 +47,8 @@ SETTINGS: dict[str, Any] = {
     "rate": 0.005,
     "penalty": 0.1,
     "max_width": 3.0,
+    "moments": True,
+    "head": "statistics",
     "seed": 0,
 }
 TRAINING = ("epochs", "batch", "optimiser", "rate")

@@ -32,7 +32,13 @@ from nafi.federated.flower import Federation
 from tests.federated.grids import LocalGrid, Node
 
 SETTINGS: dict[str, Any] = {"epochs": 3, "batch": 16, "optimiser": "adam", "rate": 0.005}
-OPTIONS: dict[str, Any] = {"rounds": 3, "penalty": 0.1, "max_width": 3.0}
+OPTIONS: dict[str, Any] = {
+    "rounds": 3,
+    "penalty": 0.1,
+    "max_width": 3.0,
+    "moments": True,
+    "head": "statistics",
+}
 
 
 @pytest.fixture(scope="module")

@@ -78,12 +78,14 @@ def client_app(
     device: str = "cpu",
     noise: Noise | None = None,
     extras: Extras | None = None,
+    statistics: bool = True,
 ) -> ClientApp:
     """What runs at each client.
 
     data: the client's samples; `context.node_config` is what its SuperNode was started with
     noise: clip the client's change and add noise to it before it leaves
     extras: computes what the server's strategy asks for beside weights, see `Trainer`
+    statistics: whether to answer with sums over the client's samples
 
     A node is known by its `name` in the node configuration, or by its `partition-id`, or else by
     its number, which may change when it is started again.
@@ -108,6 +110,7 @@ def client_app(
                 device,
                 noise=noise,
                 extras=extras,
+                statistics=statistics,
             )
             update, _ = work(client_name(context), task)
         except NafiError:
