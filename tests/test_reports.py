@@ -291,6 +291,34 @@ def test_one_shot_among_rounds_has_no_curve_and_is_not_the_papers() -> None:
     assert "nafi-average" in section.figures[0]
 
 
+def test_every_site_has_a_column_and_the_worst_of_each_trial_the_last() -> None:
+    scores = {
+        ("fedavg", 0): {"large": 90.0, "odd": 40.0},
+        ("fedavg", 1): {"large": 50.0, "odd": 80.0},
+        ("nafi-average", 0): {"large": 80.0, "odd": 60.0},
+        ("nafi-average", 1): {"large": 80.0, "odd": 64.0},
+    }
+    records = [record(m, t, 70.0, sites=s, metric="test dice") for (m, t), s in scores.items()]
+    (table,) = VIEWS["sites"](Material([*records, record("nafi", 0, 99.0)]))
+    assert isinstance(table, TextTable)
+    assert table.title == "Test dice of each lab, 15 clients"
+    assert table.headings == ("method", "large", "odd", "worst lab")
+    # Of fedavg another lab is worst in each trial: 40 and 50, not the lower of both means.
+    assert [[text.split(" ")[0] for text in row] for row in table.rows] == [
+        ["fedavg", "70.00", "60.00", "45.00"],
+        ["nafi-average", "80.00", "62.00", "62.00"],
+    ]
+    assert table.best == {(1, 1), (1, 2), (1, 3)}
+    assert table.note == "2 trials"
+    others = [{**r, "clients": 7} for r in records]
+    tables = list(VIEWS["sites"](Material([*records, *others])))
+    assert [t.title.split(", ")[1] for t in tables if isinstance(t, TextTable)] == [
+        "7 clients",
+        "15 clients",
+    ]
+    assert not list(VIEWS["sites"](Material(NETS)))
+
+
 def test_masks_stand_side_by_side() -> None:
     mask = np.zeros((6, 10), dtype=np.uint8)
     mask[2:4, 3:7] = 1

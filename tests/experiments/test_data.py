@@ -160,21 +160,55 @@ def test_downloads_are_checked_against_the_published_digests(
 def test_nuclei_come_from_six_labs() -> None:
     data = nuclei(32, 32)
     assert data.sites is not None
+    assert data.test_sites is not None
     assert len(data.train) + len(data.test) == 664
     # Of 334, 107, 90, 90, 27 and 16 images every fifth is for testing, the first of all.
     assert np.bincount(data.sites).tolist() == [267, 85, 72, 72, 21, 12]
+    assert np.bincount(data.test_sites).tolist() == [67, 22, 18, 18, 6, 4]
+    assert data.site_names[:2] == ("fluorescence-256", "stained")
     assert data.train.inputs.shape == (529, 3, 32, 32)
     assert set(data.train.labels.unique().tolist()) == {0, 1}
-    parts = site_partition(data.sites, 6)
+    parts = site_partition(data.sites, 6, np.random.default_rng(0))
     assert sorted(np.concatenate(parts).tolist()) == list(range(529))
     # Labs differ in their inputs: fluorescence is dark, stained tissue is not.
     means = [float(data.train.inputs[torch.from_numpy(part)].float().mean()) for part in parts]
     assert max(means) > 3 * min(means)
-    with pytest.raises(InputError, match="found 5, but the data come from 6 sites"):
-        site_partition(data.sites, 5)
     some = load_data("nuclei", 100, size=(32, 32))
     assert some.sites is not None
     assert len(some.sites) == len(some.train) == 100
+
+
+SITES = np.random.default_rng(0).permutation(np.repeat([0, 1, 2], [20, 31, 6]))
+
+
+def test_the_largest_site_is_cut_in_two() -> None:
+    whole = site_partition(SITES, 3, np.random.default_rng(1))
+    assert [len(part) for part in whole] == [20, 31, 6]
+    parts = site_partition(SITES, 4, np.random.default_rng(1))
+    assert [len(part) for part in parts] == [20, 16, 15, 6]
+    assert [np.unique(SITES[part]).tolist() for part in parts] == [[0], [1], [1], [2]]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(57))
+    # Drawn: neither the first half, nor the same with another generator.
+    assert parts[1].max() > parts[2].min()
+    again, other = (site_partition(SITES, 4, np.random.default_rng(seed)) for seed in (1, 2))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    assert not np.array_equal(parts[1], other[1])
+
+
+def test_with_still_more_clients_the_next_largest_part_is_cut() -> None:
+    parts = site_partition(SITES, 6, np.random.default_rng(1))
+    assert [len(part) for part in parts] == [10, 10, 8, 8, 15, 6]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(57))
+
+
+def test_sites_that_cannot_be_shared_out() -> None:
+    rng = np.random.default_rng(0)
+    with pytest.raises(InputError, match="found 2, but the data come from 3 sites"):
+        site_partition(SITES, 2, rng)
+    with pytest.raises(InputError, match="found 2, but the data come from 0 sites"):
+        site_partition(None, 2, rng)
+    with pytest.raises(InputError, match="a client would have 1 samples; it needs 2 or more"):
+        site_partition(np.array([0, 0, 0, 1]), 2, rng)
 
 
 def test_nuclei_that_are_not_there_are_asked_for(

@@ -95,6 +95,51 @@ def test_a_new_data_set_in_one_shot_and_in_rounds(tmp_path: Path) -> None:
         assert 0 <= record["test"] <= 100
 
 
+def from_sites() -> Dataset:
+    """Blobs of two sites, of which the second has but a tenth of the test samples."""
+    sites = np.arange(200) % 2
+    test_sites = (np.arange(100) % 10 == 9).astype(np.intp)
+    return Dataset("blobs", blobs(200, 0), blobs(100, 1), sites, test_sites, ("north", "south"))
+
+
+def hits(model: nn.Module, samples: Samples, chosen: Sequence[int]) -> float:
+    """The percentage of right classes, sample by sample."""
+    right = [
+        int(model(samples.inputs[place][None]).argmax()) == int(samples.labels[place])
+        for place in chosen
+    ]
+    return 100 * sum(right) / len(right)
+
+
+def test_every_site_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(PROBLEMS["blobs"], load=lambda size: from_sites())
+    monkeypatch.setitem(PROBLEMS, "sites", problem)
+    names = ("local", "best", "ensemble", "fedavg")
+    methods = [{"name": name, "method": name} for name in names]
+    experiment = Experiment(**{**BLOBS, "data": "sites"}, rounds=2, methods=methods)
+    records = run(experiment, tmp_path / "r.jsonl")
+    test, south = from_sites().test, range(9, 100, 10)
+    north = [place for place in range(100) if place not in south]
+    models = population(cells(experiment)[0].recipe({}))
+    by_hand = [(hits(m, test, north), hits(m, test, south)) for m in models]
+    means = np.mean(by_hand, axis=0)
+    assert records["local"]["sites"] == pytest.approx(
+        {"north": means[0], "south": means[1]}, abs=1e-3
+    )
+    best = max(by_hand, key=lambda scores: 9 * scores[0] + scores[1])
+    assert tuple(records["best"]["sites"].values()) == pytest.approx(best, abs=1e-3)
+    for record in records.values():  # accuracy is a mean over samples
+        mean = 0.9 * record["sites"]["north"] + 0.1 * record["sites"]["south"]
+        assert record["test"] == pytest.approx(mean, abs=2e-3)
+
+
+def test_sites_without_names_are_counted() -> None:
+    data = replace(from_sites(), site_names=())
+    assert {site: len(s) for site, s in data.test_by_site(count=25).items()} == {"0": 23, "1": 2}
+    assert set(data.test_by_site(count=5)) == {"0"}  # the other has no sample among these
+    assert replace(data, test_sites=None).test_by_site() == {}
+
+
 def test_networks_with_statistics_train_one_after_the_other() -> None:
     """The population is what `federated.train` makes of each client alone."""
     cell = cells(Experiment(**BLOBS, methods=[{"name": "local", "method": "local"}]))[0]

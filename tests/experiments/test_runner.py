@@ -365,9 +365,9 @@ def test_records_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 def test_every_experiment_of_the_paper_can_be_read() -> None:
     mnist = ["layers", "nets", "poison", "sensitivity", "size", "width"]
     cifar10 = ["cifar10", "cifar10-sensitivity"]
-    names = ["carvana", *cifar10, *(f"mnist-{name}" for name in mnist), "oneshot-deep"]
+    names = ["carvana", *cifar10, *(f"mnist-{name}" for name in mnist), "nuclei", "oneshot-deep"]
     assert experiment_names() == names
-    trials = {"carvana": 2, "cifar10": 3, "cifar10-sensitivity": 1, "oneshot-deep": 3}
+    trials = {"carvana": 2, "cifar10": 3, "cifar10-sensitivity": 1, "nuclei": 2, "oneshot-deep": 3}
     for name in experiment_names():
         whole, quick = load_experiment(name), load_experiment(name, "quick")
         assert whole.trials == trials.get(name, 5)
@@ -389,7 +389,16 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_data")
 @pytest.mark.parametrize(
-    "name", ["mnist-layers", "mnist-poison", "mnist-size", "cifar10", "carvana", "oneshot-deep"]
+    "name",
+    [
+        "mnist-layers",
+        "mnist-poison",
+        "mnist-size",
+        "cifar10",
+        "carvana",
+        "nuclei",
+        "oneshot-deep",
+    ],
 )
 def test_quick_profiles_run(name: str, tmp_path: Path) -> None:
     experiment = load_experiment(name, "quick")
@@ -411,6 +420,30 @@ def test_profiles_of_cifar10_are_those_of_the_protocol() -> None:
     assert (scaled.samples, scaled.training.epochs, scaled.trials) == (10000, 3, 3)
     assert (paper.samples, paper.training.epochs, paper.trials) == (50000, 10, 5)
     assert (scaled.label, paper.label) == ("cifar10-scaled", "cifar10-paper")
+
+
+def test_layer_by_layer_the_nuclei_have_a_round_for_each_group() -> None:
+    """Fewer would leave groups that nobody trains after they were matched."""
+    experiment = load_experiment("nuclei")
+    groups = len(experiment.widths or [])
+    passes = [m for m in experiment.methods if m.method == "layerwise"]
+    assert [m.name for m in passes] == ["fedma", "nafi-layerwise"]
+    assert {m.options["rounds"] for m in passes} == {groups + 1} == {19}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_data")
+def test_every_lab_of_the_nuclei_is_scored(tmp_path: Path) -> None:
+    experiment = load_experiment("nuclei", "quick", test_samples=None).only(["local", "fedavg"])
+    records = run_experiment(experiment, tmp_path / "n.jsonl", jobs=1, resume=False, progress=quiet)
+    trial = load_trial(cells(experiment)[0].trial_settings)
+    assert len(trial.data) == 7
+    counts = {lab: len(samples) for lab, samples in trial.test_by_site.items()}
+    assert sum(counts.values()) == len(trial.test)
+    for record in records:
+        assert set(record["sites"]) == set(counts)
+        mean = sum(record["sites"][lab] * n for lab, n in counts.items()) / len(trial.test)
+        assert record["test"] == pytest.approx(mean, abs=2e-3)
 
 
 ROUNDS: dict[str, Any] = {

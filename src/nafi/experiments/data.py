@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,18 +28,29 @@ from nafi.files import atomic_path
 class Dataset:
     """What to train on and what to look at once, at the end.
 
-    sites: where each training sample comes from, counted from 0, if the data say so
+    sites, test_sites: where each training and test sample comes from, counted from 0, if the data
+        say so; site_names: what these are called
     """
 
     name: str
     train: Samples
     test: Samples
     sites: npt.NDArray[np.intp] | None = None
+    test_sites: npt.NDArray[np.intp] | None = None
+    site_names: tuple[str, ...] = ()
 
     def first(self, order: npt.NDArray[np.intp]) -> Dataset:
         """With some of the training samples, in this order."""
         sites = None if self.sites is None else self.sites[order]
-        return Dataset(self.name, self.train[order], self.test, sites)
+        return replace(self, train=self.train[order], sites=sites)
+
+    def test_by_site(self, count: int | None = None) -> dict[str, Samples]:
+        """Site -> its samples among the first test samples; nothing if the data do not say."""
+        if self.test_sites is None:
+            return {}
+        seen = self.test_sites[:count]
+        names = self.site_names or tuple(map(str, range(seen.max() + 1)))
+        return {names[site]: self.test[np.flatnonzero(seen == site)] for site in np.unique(seen)}
 
 
 def digits(seed: int = 0) -> Dataset:
@@ -210,9 +221,15 @@ def nuclei(width: int, height: int) -> Dataset:
     for place, lab in enumerate(labs):
         test[place] = seen[lab] % _NUCLEI_TEST == 0
         seen[lab] += 1
-    sites = np.array([known.index(lab) for lab in labs], dtype=np.intp)[~test.numpy()]
-    train = Samples(images[~test], masks[~test])
-    return Dataset("nuclei", train, Samples(images[test], masks[test]), sites)
+    sites = np.array([known.index(lab) for lab in labs], dtype=np.intp)
+    return Dataset(
+        "nuclei",
+        Samples(images[~test], masks[~test]),
+        Samples(images[test], masks[test]),
+        sites[~test.numpy()],
+        sites[test.numpy()],
+        tuple(known),
+    )
 
 
 def _decoded(

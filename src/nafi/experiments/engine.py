@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -76,12 +76,13 @@ class _Bench:
         """Clients that never talk: the means of their scores, or those of the best on test data."""
         start = time.perf_counter()
         models = population(self.cell.recipe(candidate), self.trial, self.device)
-        scores = [self.trial.score(model) for model in models]
-        if self.cell.method.method == LOCAL:
-            validation, test = (float(np.mean([s[name] for s in scores])) for name in scores[0])
-        else:
-            validation, test = max(scores, key=lambda s: s["test"]).values()
-        return entry(candidate, validation, test, [], time.perf_counter() - start)
+        scored = [(self.trial.score(model), model) for model in models]
+        if self.cell.method.method != LOCAL:
+            scored = [max(scored, key=lambda pair: pair[0]["test"])]
+        validation, test = _means([scores for scores, _ in scored]).values()
+        seconds = time.perf_counter() - start
+        details = self._sites([model for _, model in scored])
+        return entry(candidate, validation, test, [], seconds, **details)
 
     def run_one_shot(self, candidate: Options) -> Record:
         """Clients train alone, and are fused once."""
@@ -111,12 +112,11 @@ class _Bench:
         if candidate.get("head"):
             model = self.trial.with_head(model)
         size = result.diagnostics["size"]
-        details = {"parameters": int(size["params"]), "multiply_adds": int(size["flops"])}
+        details: Record = {"parameters": int(size["params"]), "multiply_adds": int(size["flops"])}
         widths = list(result.widths.values())
         validation, test = self.trial.score(model).values()
-        return entry(
-            candidate, validation, test, widths, seconds, **details, **self._pictures(model)
-        )
+        details |= self._pictures(model) | self._sites([model])
+        return entry(candidate, validation, test, widths, seconds, **details)
 
     def run_rounds(self, candidate: Options) -> Record:
         """Clients train in rounds; the last one counts."""
@@ -144,7 +144,8 @@ class _Bench:
         run = self._simulate(strategy, candidate, evaluate)
         seconds = time.perf_counter() - start
         last = run.records[-1]
-        details = {"rounds": run.records, **self._pictures(judged(run.model))}
+        final = judged(run.model)
+        details = {"rounds": run.records, **self._pictures(final), **self._sites([final])}
         if "head_test" in last:
             details["head_test"] = last["head_test"]
         validation, test = last["validation"], last["test"]
@@ -154,6 +155,11 @@ class _Bench:
         """What a report can draw of a few samples, if the problem has something to draw."""
         draw = self.trial.problem.pictures
         return {} if draw is None else {"pictures": draw(model, self.trial.test)}
+
+    def _sites(self, models: Sequence[nn.Module]) -> Record:
+        """The score of every site, the mean over models, if the test data come from sites."""
+        means = _means([self.trial.site_scores(model) for model in models])
+        return {"sites": {site: round(value, 3) for site, value in means.items()}} if means else {}
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -206,3 +212,8 @@ class _Bench:
         )
         checkpoint.unlink(missing_ok=True)
         return run
+
+
+def _means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Name -> the mean of what all have under it."""
+    return {name: float(np.mean([of_one[name] for of_one in scores])) for name in scores[0]}

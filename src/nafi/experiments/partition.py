@@ -78,12 +78,26 @@ def quantity_partition(
     return [np.sort(part) for part in np.split(rng.permutation(count), np.cumsum(sizes)[:-1])]
 
 
-def site_partition(sites: Index | None, clients: int) -> list[Index]:
-    """Every client has the samples of one site."""
-    count = 0 if sites is None else int(sites.max()) + 1
-    if sites is None or clients != count:
-        raise InputError(f"clients: found {clients}, but the data come from {count} sites")
-    return [np.flatnonzero(sites == site) for site in range(count)]
+def site_partition(
+    sites: Index | None, clients: int, rng: np.random.Generator, least: int = 2
+) -> list[Index]:
+    """Every client has samples of one site.
+
+    With more clients than sites, the largest part is cut in two until there are enough; which
+    samples go to which half is drawn.
+    """
+    known = np.unique(sites) if sites is not None else np.array([], dtype=np.intp)
+    if not 1 <= len(known) <= clients:
+        raise InputError(f"clients: found {clients}, but the data come from {len(known)} sites")
+    parts = [np.flatnonzero(sites == site) for site in known]
+    while len(parts) < clients:
+        largest = int(np.argmax([len(part) for part in parts]))
+        halves = np.array_split(rng.permutation(parts[largest]), 2)
+        parts[largest : largest + 1] = [np.sort(half) for half in halves]
+    smallest = min(len(part) for part in parts)
+    if smallest < least:
+        raise InputError(f"a client would have {smallest} samples; it needs {least} or more")
+    return parts
 
 
 def hold_back(part: Index, share: float, rng: np.random.Generator) -> tuple[Index, Index]:

@@ -169,8 +169,8 @@ def by_quantity(data: Dataset, clients: int, alpha: float, rng: np.random.Genera
 
 
 def by_site(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:
-    """As the data came to be: a client for each site."""
-    return site_partition(data.sites, clients)
+    """As the data came to be: a client for each site, or two for the largest."""
+    return site_partition(data.sites, clients, rng)
 
 
 _SEGMENTED: dict[str, Any] = {

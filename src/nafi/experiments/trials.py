@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import numpy as np
@@ -54,13 +54,18 @@ class TrialSettings:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """data: client -> its training samples; validation: what all clients hold back."""
+    """The clients' data, and what models are judged on.
+
+    data: client -> its training samples; validation: what all clients hold back
+    test_by_site: site -> its test samples, where the data say where they come from
+    """
 
     settings: TrialSettings
     problem: Problem
     data: Mapping[str, Samples]
     validation: Samples
     test: Samples
+    test_by_site: Mapping[str, Samples] = field(default_factory=dict)
 
     @property
     def example_inputs(self) -> tuple[Tensor]:
@@ -90,6 +95,11 @@ class Trial:
         """On the samples that clients hold back, and on the test data; in percent."""
         score = self.problem.score
         return {"validation": score(model, self.validation), "test": score(model, self.test)}
+
+    def site_scores(self, model: nn.Module) -> dict[str, float]:
+        """Site -> the score on its test data, in percent."""
+        score = self.problem.score
+        return {site: score(model, samples) for site, samples in self.test_by_site.items()}
 
     def calibrate(self, model: nn.Module, samples: int) -> nn.Module:
         """The model with statistics of so many training inputs of all clients; 0 for its own."""
@@ -126,4 +136,5 @@ def load_trial(settings: TrialSettings) -> Trial:
         {str(s): data.train[index] for s, index in enumerate(kept)},
         data.train[np.concatenate(held)],
         data.test[slice(settings.test_samples)],
+        data.test_by_site(settings.test_samples),
     )

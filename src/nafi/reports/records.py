@@ -137,17 +137,46 @@ def by_cell(
 def score_table(records: Sequence[Record], title: str, field: str = "test") -> TextTable:
     """Mean ± spread: a row for each method, a column for each cell."""
     cells = by_cell(records, lambda r: r[field])
-    methods = in_order({r["method"] for r in records})
-    rows = tuple((m, *(str(row.get(m, "")) for row in cells.values())) for m in methods)
+    return _summary_table(title, [(cell_name(key), row) for key, row in cells.items()])
+
+
+def site_tables(records: Sequence[Record], title: str) -> list[TextTable]:
+    """For each cell, a row for each method and a column for each site, then the worst of a trial.
+
+    title: begins that of every table
+    """
+    tables = []
+    for key in by_cell(records, lambda r: r["test"]):
+        of_cell = [r for r in records if CellKey.of(r) == key]
+        names = dict.fromkeys(name for r in of_cell for name in r["sites"])
+        columns = [
+            (name, by_cell([r for r in of_cell if name in r["sites"]], _score_at(name))[key])
+            for name in names
+        ]
+        worst = by_cell(of_cell, lambda r: min(r["sites"].values()))[key]
+        tables.append(
+            _summary_table(f"{title}, {cell_name(key)}", [*columns, ("worst lab", worst)])
+        )
+    return tables
+
+
+def _score_at(site: str) -> Callable[[Record], float]:
+    return lambda record: float(record["sites"][site])
+
+
+def _summary_table(title: str, columns: Sequence[tuple[str, Mapping[str, Summary]]]) -> TextTable:
+    """Mean ± spread: a row for each method; columns: headings, and a summary for each method."""
+    methods = in_order({method for _, column in columns for method in column})
+    rows = tuple((m, *(str(column.get(m, "")) for _, column in columns)) for m in methods)
     best = frozenset(
-        (methods.index(method), column)
-        for column, row in enumerate(cells.values(), start=1)
-        for method in _best_methods(row)
+        (methods.index(method), place)
+        for place, (_, column) in enumerate(columns, start=1)
+        for method in _best_methods(column)
     )
-    trials = sorted({summary.trials for row in cells.values() for summary in row.values()})
+    trials = sorted({summary.trials for _, column in columns for summary in column.values()})
     note = " to ".join(str(t) for t in dict.fromkeys((trials[0], trials[-1])))
     note += " trials" if trials[-1] > 1 else " trial"
-    return TextTable(title, ("method", *map(cell_name, cells)), rows, best, note)
+    return TextTable(title, ("method", *(heading for heading, _ in columns)), rows, best, note)
 
 
 def _best_methods(row: Mapping[str, Summary]) -> list[str]:

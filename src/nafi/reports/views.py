@@ -31,6 +31,7 @@ from nafi.reports.records import (
     in_order,
     metric_of,
     score_table,
+    site_tables,
     width_table,
 )
 
@@ -276,6 +277,13 @@ def _head(material: Material) -> Iterator[TextTable | Figure]:
     if records:
         title = f"{material.metric.capitalize()} with the last layer solved from statistics"
         yield score_table(records, title, "head_test")
+
+
+@view("sites")
+def _sites(material: Material) -> Iterator[TextTable | Figure]:
+    """Scores on the test data of each lab, and of the one that is worst off."""
+    records = [r for r in material.records if r.get("sites")]
+    yield from site_tables(records, f"{material.metric.capitalize()} of each lab")
 
 
 @view("early")
