@@ -114,6 +114,10 @@ class Architecture:
         model, spec = self._network(form)
         return copy_network(model), spec
 
+    def spec_of(self, form: Form) -> ModelSpec:
+        """The spec of a network of this form."""
+        return self._network(form)[1]
+
     def shapes(self, form: Form) -> Shapes:
         """What the tensors of a network of this form look like."""
         model, spec = self._network(form)

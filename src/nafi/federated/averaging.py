@@ -118,7 +118,7 @@ class FusionRounds(Strategy[State]):
 
     def averaged(self, state: State, updates: Iterable[Update]) -> dict[str, Tensor]:
         """The mean of updates to the global model."""
-        _, spec = self.architecture.network(state.form)
+        spec = self.architecture.spec_of(state.form)
         mean = partial(screened_average, self.screen) if self.screen.active else average
         return mean(updates, spec, state.tensors, self.class_shares)
 
@@ -153,7 +153,7 @@ class FusionRounds(Strategy[State]):
     def _fused(self, state: State, updates: list[Update], method: Method) -> State:
         frozen = self._frozen(state)
         models = [self.architecture.filled(state.form, {**frozen, **u.tensors}) for u in updates]
-        _, spec = self.architecture.network(state.form)
+        spec = self.architecture.spec_of(state.form)
         if len(models) == 1:
             return replace(state, round=state.round + 1, tensors=dict(updates[0].tensors))
         result = fuse(

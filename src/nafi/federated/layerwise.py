@@ -141,7 +141,7 @@ class Layerwise(Strategy[LayerwiseState]):
 
     def check_state(self, state: LayerwiseState) -> None:
         super().check_state(state)
-        _, spec = self.architecture.network(state.form)
+        spec = self.architecture.spec_of(state.form)
         unknown = [name for name in state.matched if name not in spec.groups]
         if unknown:
             raise InputError(f"there is no group {few(unknown)}")
@@ -246,7 +246,7 @@ class Layerwise(Strategy[LayerwiseState]):
             [member.samples for member in members],
             [f"client {name}" for name in state.members],
         )
-        _, spec = self.architecture.network(state.form)
+        spec = self.architecture.spec_of(state.form)
         return prepare_networks(
             clients, self.architecture.example_inputs, spec, self.method.batchnorm
         )
@@ -312,7 +312,7 @@ class Layerwise(Strategy[LayerwiseState]):
             if name not in frozen and _is_settled(name, networks.spec, matched)
         ]
         merged = self._merged(networks, placements, self.method.restore_norm, names)
-        _, spec = self.architecture.network(state.form)
+        spec = self.architecture.spec_of(state.form)
         pairs = [
             pair for pair, weight in spec.foldable.items() if _is_settled(weight, spec, matched)
         ]

@@ -158,7 +158,7 @@ class MatchRefit(MatchThenAverage):
             [u.samples for u in updates],
             [f"client {u.client}" for u in updates],
         )
-        _, spec = self.architecture.network(state.form)
+        spec = self.architecture.spec_of(state.form)
         return method.prepare(clients, self.architecture.example_inputs, spec)
 
     # ------------------------------------------------------------------------- layer after layer
@@ -180,7 +180,7 @@ class MatchRefit(MatchThenAverage):
         return refittable(model, spec, probing_inputs(self.architecture.example_inputs))
 
     def _network(self, state: State) -> tuple[nn.Module, ModelSpec]:
-        _, spec = self.architecture.network(state.form)
+        spec = self.architecture.spec_of(state.form)
         return self.architecture.filled(state.form, state.tensors).eval(), spec
 
     def _request(self, layer: str) -> Request:
@@ -188,7 +188,7 @@ class MatchRefit(MatchThenAverage):
 
     def _layer_task(self, state: RefitState, client: str, layer: str) -> Task:
         """Ask for the sums of one layer; what comes after it is not sent."""
-        request, (_, spec) = self._request(layer), self.architecture.network(state.form)
+        request, spec = self._request(layer), self.architecture.spec_of(state.form)
         order = list(self._layers(state))
         later = {
             name
@@ -210,7 +210,7 @@ class MatchRefit(MatchThenAverage):
 
     def _owned(self, state: RefitState, client: str, layer: str) -> Tensor:
         """(B, N) which outputs of a layer are a client's own."""
-        _, spec = self.architecture.network(state.form)
+        spec = self.architecture.spec_of(state.form)
         places = {
             name: Positions(index, state.form.widths[name])
             for name, index in state.members[client].places.items()
@@ -256,7 +256,7 @@ class MatchRefit(MatchThenAverage):
             original, _ = self.architecture.network(self.architecture.form)
             model, spec = attach_batchnorm(model, spec, original, _moments(state, spec))
         form = Form(state.form.widths)
-        _, known = self.architecture.network(form)
+        known = self.architecture.spec_of(form)
         tensors = tensors_of(model.eval(), known.axes)
         return RefitState(state.round + 1, form, tensors)
 

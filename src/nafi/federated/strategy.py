@@ -225,7 +225,7 @@ class Strategy(Options, ABC, Generic[StateOf]):
 
     def _is_whole(self, state: State) -> bool:
         """Whether the state holds a global model, not only some of its layers."""
-        _, spec = self.architecture.network(state.form)
+        spec = self.architecture.spec_of(state.form)
         return all(name in state.tensors for name in spec.axes)
 
     def _head_task(self, state: State, client: str) -> Task:
