@@ -94,7 +94,8 @@ def fused(folder: Path, *more: str) -> tuple[int, str, str]:
 
 
 def test_a_fused_file_runs_at_its_new_widths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, err = fused(folder, "--class-counts", "counts.json", "--report", "page.html")
+    counts = ["--class-counts", "counts.json"]
+    code, out, err = fused(folder, *counts, "--probe", "none", "--report", "page.html")
     assert code == 0, err
     monkeypatch.chdir(folder)
     model = nafi.load("g.safetensors")
@@ -165,6 +166,7 @@ OPTIONS = {
     "probe folder": {"--probe": "."},
     "probe function": {"--probe": "networks:broken"},
     "probe for fedavg": {"--probe": "networks:inputs", "--method": "fedavg"},
+    "probe without statistics": {"--probe": "synthetic"},
     "score import": {"--validate": "nonsense:size"},
     "score fails": {"--validate": "networks:picky"},
     "no score": {"--validate": "networks:silent"},
@@ -268,6 +270,7 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("probe folder", r"probe: \. is a folder, but the network takes no images"),
         ("probe function", r"networks:broken failed: RuntimeError: no weights here"),
         ("probe for fedavg", r"probe: method fedavg does not use"),
+        ("probe without statistics", r"batch normalisation, which these networks do not have"),
         ("score import", r"cannot import nonsense"),
         ("score fails", r"networks:picky failed: KeyError: 'labels'; it is called with a model"),
         ("no score", r"validate: returned None, expected a number"),
@@ -336,7 +339,8 @@ def test_what_the_user_gives_comes_before_what_files_say(folder: Path) -> None:
 
 def test_scores_are_told_and_drawn(folder: Path) -> None:
     """By the number of parameters: a client has 185, their ensemble three times as many."""
-    code, out, err = fused(folder, "--validate", "networks:size", "--report", "page.html")
+    measured = ["--validate", "networks:size", "--probe", "none"]
+    code, out, err = fused(folder, *measured, "--report", "page.html")
     assert code == 0, err
     assert "Worse" not in err
     for name in FILES:
@@ -375,7 +379,7 @@ def test_a_result_below_a_client_is_said_and_can_be_refused(folder: Path) -> Non
 
 def test_penalties_can_be_chosen_from(folder: Path) -> None:
     options = ["--option", "penalty=[0.0, 5.0]", "--validate", "networks:size", "--json"]
-    code, out, err = fused(folder, *options)
+    code, out, err = fused(folder, *options, "--probe", "none")
     assert code == 0, err
     widest = nafi.fuse([network(s) for s in range(3)], (torch.zeros(2, 6),), penalty=0.0)
     assert [row["width"] for row in json.loads(out)["groups"]] == list(widest.widths.values())
@@ -441,13 +445,59 @@ def test_the_frontier_is_told_drawn_and_its_best_written(folder: Path) -> None:
 
 
 def test_without_a_measure_nobody_is_told_of_success(folder: Path) -> None:
-    code, out, err = fused(folder, "--report", "page.html")
+    code, out, err = fused(folder, "--probe", "none", "--report", "page.html")
     assert code == 0, err
+    assert "noise" not in err
     for text in (out, (folder / "page.html").read_text()):
         assert "Nobody has measured whether this model is any good" in text
         assert "--validate" in text
         assert "--probe" in text
+        assert "expect less than of a client" in text
+        assert "match-then-average" in text
     assert 'class="verdict unknown"' in (folder / "page.html").read_text()
+
+
+def test_whoever_names_no_probe_gets_noise_and_is_told(folder: Path) -> None:
+    code, out, err = fused(folder, "--json")
+    assert code == 0, err
+    assert "no --probe: layers were refitted on noise" in err
+    assert "--probe none" in err
+    told = json.loads(out)
+    direct = nafi.fuse(
+        [network(s) for s in range(3)], (torch.zeros(2, 6),), probe="noise", names=FILES
+    )
+    assert direct.agreement is not None
+    assert told["probe"] == "noise"
+    assert told["advice"] is None
+    assert told["agreement"] == direct.agreement.to_dict()
+    assert told["fits"] == {name: asdict(fit) for name, fit in direct.fits.items()}
+    code, out, err = fused(folder, "--force", "--probe", "noise", "--report", "page.html")
+    assert code == 0, err
+    assert "no --probe" not in err
+    for text in (out, (folder / "page.html").read_text()):
+        assert "256 inputs that were made up" in text
+        assert "real inputs" in text
+    # A stack within a budget cannot do without; other methods do not ask for one.
+    stack = ["--force", "--json", "--method", "stack", "--budget", "1.5 params"]
+    code, out, err = fused(folder, *stack)
+    assert code == 0, err
+    assert json.loads(out)["probe"] == "noise"
+    code, out, err = fused(folder, *stack, "--probe", "none")
+    assert (code, "measured on a probe" in err) == (2, True)
+    code, out, err = fused(folder, "--force", "--json", "--method", "fedavg")
+    assert code == 0, err
+    assert json.loads(out)["probe"] == "none"
+
+
+def test_one_hidden_layer_is_merged_by_weights_as_ever(images: Path) -> None:
+    done = run(*PICTURES[:7], "--json", cwd=images)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["probe"], told["advice"], told["fits"]) == ("none", None, {})
+    assert "noise" not in done.stderr
+    done = run(*PICTURES[:7], "--json", "--probe", "synthetic", "--force", cwd=images)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["probe"] == "synthetic"
 
 
 def test_a_probe_by_file_and_by_function(folder: Path) -> None:

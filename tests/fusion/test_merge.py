@@ -92,6 +92,34 @@ def test_restored_norms_are_the_mean_of_the_members() -> None:
     assert found["layers.2.weight"].equal(plain["layers.2.weight"])  # outputs are no neurons
 
 
+@pytest.mark.parametrize("count", [2, 5])
+def test_restored_norms_are_the_data_free_repair_of_just_fold_the_network(count: int) -> None:
+    """Fold-AR scales the mean of N channels of mean correlation c by N / sqrt(N + (N^2 - N) c).
+
+    The norm of the mean of N unit vectors is the reciprocal of that.
+    """
+    models = [seeded(s, 4, 3, 3).double() for s in range(count)]
+    for model in models:
+        weight = model.layers[0].weight
+        with torch.no_grad():
+            weight.mul_(1.7 / weight.norm(dim=1, keepdim=True))
+    inputs = (INPUTS[0].double(),)
+    networks = prepare_networks(check_clients(models, None, None, None), inputs, None, "attach")
+    together = [{"layers.0": Positions(torch.arange(3), 3)} for _ in models]
+    plain, found = (
+        merge_tensors(networks, together, restore_norm=restore)["layers.0.weight"]
+        for restore in (False, True)
+    )
+    for place in range(3):
+        rows = torch.stack([model.layers[0].weight[place].detach() for model in models])
+        cosines = torch.nn.functional.normalize(rows, dim=1)
+        cosines = cosines @ cosines.T
+        correlation = (cosines.sum() - count) / (count**2 - count)
+        factor = count / (count + (count**2 - count) * correlation).sqrt()
+        assert factor > 1.01
+        assert torch.allclose(found[place], factor * plain[place], rtol=1e-9)
+
+
 def test_keeping_all_neurons_is_the_class_weighted_ensemble() -> None:
     """Closed form: with disjoint neurons the fused logits are the clients', weighted by class."""
     models = [seeded(s, 4, 3, 2, 3) for s in range(2)]

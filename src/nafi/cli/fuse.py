@@ -77,7 +77,8 @@ def fuse(
         typer.Option(
             metavar="SOURCE",
             help="Some dozens of inputs without labels, to match and refit by: a .safetensors or "
-            ".npy file, a folder of images, package.module:function, or noise.",
+            ".npy file, a folder of images, package.module:function, noise or synthetic (made-up "
+            "inputs). Default: noise for two or more hidden layers; none merges weights alone.",
         ),
     ] = None,
     distill: Annotated[
@@ -126,6 +127,8 @@ def fuse(
     from nafi.fusion import fuse as fuse_models
 
     _check_targets(out, report, checkpoints)
+    # Whoever names no inputs has none, most likely; "none" is for those who want none.
+    unnamed, probe = probe is None, None if probe == "none" else probe
     for target in filter(None, [out, report]):
         check_writable(target, force)
     if report is not None:
@@ -160,7 +163,7 @@ def fuse(
     scoring = None if validate is None else _scoring(validate)
     with print_warnings():
         files = load_clients(checkpoints, model, input_shape or [])
-        inputs = None if probe is None else _inputs(probe, files)
+        inputs = _inputs("auto" if unnamed else probe, files)
     # What files know of their data is used where the method can; what the user gives must be.
     known: dict[str, Any] = {
         "class_counts": files.class_counts,
@@ -189,6 +192,8 @@ def fuse(
         _tell(result, None, None, as_json, points)
         tell("nothing is written: the result scores below a checkpoint (--require-better)")
         raise typer.Exit(3)
+    if unnamed and result.diagnostics["probe"] == "noise":
+        tell(_MADE_UP)
     _save(result, out, files, known | used, overwrite=force)
     if report is not None:
         _write_page(result, out, report, points)
@@ -229,10 +234,12 @@ def _scoring(name: str) -> Validate:
     return lambda model: call_function(function, name, model)
 
 
-def _inputs(probe: str, files: ClientFiles) -> Any:
+def _inputs(probe: str | None, files: ClientFiles) -> Any:
+    """A probe as `nafi.fuse` takes it."""
     from nafi.probes import load_probe
 
-    return probe if probe == "noise" else load_probe(probe, files.example_inputs)
+    made = probe in (None, "auto", "noise", "synthetic")
+    return probe if made else load_probe(str(probe), files.example_inputs)
 
 
 def _save(
@@ -290,6 +297,7 @@ def _write_page(
         "command": "nafi " + shlex.join(sys.argv[1:]),
         "seconds": f"{result.diagnostics['seconds']:.1f}",
         "size": _size(result),
+        "probe": result.diagnostics["probe"],
         "checkpoint": str(out),
     }
     write_fusion_page(
@@ -357,7 +365,8 @@ def _as_data(result: FusionResult, out: Path | None) -> dict[str, Any]:
     """The same for machines."""
     from nafi.fusion import verdict
 
-    facts = {key: result.diagnostics[key] for key in ("method", "options", "seconds", "size")}
+    told = ("method", "options", "seconds", "size", "probe")
+    facts = {key: result.diagnostics[key] for key in told}
     return {
         **facts,
         "groups": result.summary(),
@@ -367,6 +376,7 @@ def _as_data(result: FusionResult, out: Path | None) -> dict[str, Any]:
         "fits": {name: asdict(fit) for name, fit in result.fits.items()},
         "kept": dict(result.kept),
         "verdict": asdict(verdict(result)),
+        "advice": result.diagnostics.get("advice"),
     }
 
 
@@ -400,4 +410,9 @@ def _max_width(text: str) -> int | float:
 
 # A layer whose inputs are all there has nothing to be fitted to.
 _NOTHING = 1e-6
+_MADE_UP = (
+    "no --probe: layers were refitted on noise, made-up inputs. Real ones are far better; "
+    "--probe synthetic is better, too, where there is batch normalisation, and takes longer; "
+    "--probe none merges weights alone"
+)
 _WORDS = {"True": "true", "False": "false", "None": "null"}

@@ -20,16 +20,32 @@ from nafi.fusion.budget import measured_size
 from nafi.fusion.clients import Array, check_clients
 from nafi.fusion.distill import distill_on
 from nafi.fusion.head import solve_head, statistics
-from nafi.fusion.judge import Validate, agreement, score, score_clients, warn_if_worse
+from nafi.fusion.judge import (
+    WITHOUT_PROBE,
+    Validate,
+    agreement,
+    score,
+    score_clients,
+    warn_if_worse,
+)
 from nafi.fusion.method import Method, Progress
-from nafi.fusion.probe import read_probe
+from nafi.fusion.probe import (
+    NOISE,
+    SYNTHETIC,
+    is_word,
+    made_up_probe,
+    noise_stands_for,
+    read_probe,
+)
 from nafi.fusion.registry import make_method
 from nafi.fusion.result import FusionResult
+from nafi.fusion.synthetic import synthetic_probe
 from nafi.graph import Inputs, ModelSpec, Normalisation, calibrate, call, check_inputs
 from nafi.options import whole
 
 # What is done to a result, one after the other, once a method has made it.
 _Step = Callable[[FusionResult], FusionResult]
+_AUTO = "auto"
 
 
 def fuse(
@@ -62,6 +78,10 @@ def fuse(
             or a dict of the network's arguments, or an iterable of such batches, as a DataLoader;
             at most 1024 are used. Neurons are then matched by what they do, layers refitted, and
             `agreement` says how far the result does what the ensemble of the models does.
+            For whoever has none, "noise" makes inputs up, "synthetic" makes better ones of what
+            batch normalisation remembers, and "auto" means noise where a method would miss a probe:
+            with two or more hidden layers, or to cut a stack down. Without a probe,
+            `diagnostics["advice"]` then says what to expect.
         validate: a function of a model, the higher the better, such as its accuracy on data that
             clients held back. Models, ensemble and result are scored (`scores`), with a warning if
             the result is worse than a model; where an option lists several values, the best is
@@ -84,6 +104,8 @@ def fuse(
         A `FusionResult`; its `model` is in eval mode.
     """
     chosen = make_method(method, **options)
+    automatic = is_word(probe, _AUTO)
+    probe = None if automatic else probe
     chosen.check_uses(
         class_counts=class_counts,
         sample_counts=sample_counts,
@@ -104,8 +126,17 @@ def fuse(
         chosen.check_one_variant()
     report = progress or (lambda step, done, total: None)
     start = time.perf_counter()
-    inputs = None if probe is None else read_probe(probe, clients.models[0], example_inputs)
+    inputs = None
+    if probe is not None and not is_word(probe, SYNTHETIC):
+        inputs = read_probe(probe, clients.models[0], example_inputs)
     prepared = chosen.prepare(clients, example_inputs, spec)
+    missed = probe is None and noise_stands_for(example_inputs) and chosen.misses_probe(prepared)
+    # Work, which comes after all checks.
+    if is_word(probe, SYNTHETIC):
+        inputs = synthetic_probe(clients.models, example_inputs, report)
+    elif automatic and missed:
+        inputs = made_up_probe(clients.models[0], example_inputs)
+        probe = None if inputs is None else NOISE
     if inputs is not None:
         prepared = replace(prepared, probe=inputs)
     steps: list[_Step] = []
@@ -129,13 +160,23 @@ def fuse(
         report("comparing with the ensemble", 0, 1)
         result = replace(result, agreement=agreement(clients, result.model, inputs))
     warn_if_worse(result)
-    diagnostics = {
+    diagnostics: dict[str, Any] = {
         "method": chosen.name,
         "models": len(clients),
         "options": chosen.settings(),
         "seconds": time.perf_counter() - start,
+        "probe": _named(probe),
     }
+    if missed and inputs is None:
+        diagnostics["advice"] = WITHOUT_PROBE
     return replace(result, diagnostics={**diagnostics, **result.diagnostics})
+
+
+def _named(probe: object) -> str:
+    """What was refitted on, for people and files."""
+    if probe is None:
+        return "none"
+    return probe if isinstance(probe, str) else "inputs"
 
 
 def _check_functions(**functions: object) -> None:

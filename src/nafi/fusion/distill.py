@@ -21,8 +21,9 @@ from nafi.fusion.clients import Clients, check_clients
 from nafi.fusion.ensemble import shares_of, weighted_sum
 from nafi.fusion.judge import agreement, outputs_of
 from nafi.fusion.method import Progress
-from nafi.fusion.probe import batch_size, read_probe
+from nafi.fusion.probe import batch_size
 from nafi.fusion.result import FusionResult
+from nafi.fusion.synthetic import read_or_make
 from nafi.graph import Inputs, call, copy_network, evaluating
 
 HELD_OUT = 0.25
@@ -58,8 +59,8 @@ def distill(
             f"distill: method {result.diagnostics.get('method')} knows nothing of its inputs; give "
             "nafi.fuse(..., distill=200) instead"
         )
-    inputs = read_probe(probe, clients.models[0], examples)
     report = progress or (lambda step, done, total: None)
+    inputs = read_or_make(probe, clients.models, examples, report)
     found = distill_on(
         result, clients, inputs, report, steps=steps, rate=rate, batch=batch, seed=seed
     )

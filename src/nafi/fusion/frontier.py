@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from nafi.errors import InputError
 from nafi.fusion.api import fuse
 from nafi.fusion.budget import measured_size, read_budget
+from nafi.fusion.clients import check_clients
 from nafi.fusion.judge import Validate
 from nafi.fusion.method import Method, Progress
 from nafi.fusion.networks import FusionWarning
+from nafi.fusion.probe import SYNTHETIC, is_word
 from nafi.fusion.registry import make_method
 from nafi.fusion.result import FusionResult, Scores
+from nafi.fusion.synthetic import synthetic_probe
 from nafi.graph import Inputs
 
 BUDGETS = ("0.5 params", "1.0 params", "2.0 params", "4.0 params")
@@ -90,7 +93,11 @@ def frontier(
     budgets = [budgets] if isinstance(budgets, str | int | float) else list(budgets)
     methods = [methods] if isinstance(methods, str) else list(methods)
     _check_budgets(budgets)
-    # Read once: every method meets the same.
+    # Read or made once: every method meets the same.
+    if is_word(probe, SYNTHETIC):
+        clients = check_clients(models, class_counts, sample_counts, names)
+        report = progress or (lambda step, done, total: None)
+        probe = synthetic_probe(clients.models, example_inputs, report)
     if not isinstance(probe, str | tuple | Mapping | Tensor):
         probe = list(probe) if isinstance(probe, Iterable) else probe
     common: dict[str, Any] = {"validate": validate, "names": names, "progress": progress}

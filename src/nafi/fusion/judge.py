@@ -21,11 +21,17 @@ from nafi.fusion.clients import Clients
 from nafi.fusion.ensemble import EnsembleNetwork, shares_of, weighted_sum
 from nafi.fusion.method import Progress
 from nafi.fusion.networks import FusionWarning
-from nafi.fusion.probe import batch_size
+from nafi.fusion.probe import NOISE, SYNTHETIC, batch_size
 from nafi.fusion.result import Agreement, FusionResult, Scores
 from nafi.graph import Inputs, call, copy_network, evaluating, first_line
 
 Validate = Callable[[nn.Module], float]
+# What `fuse` says of networks with several hidden layers that were merged without any inputs.
+WITHOUT_PROBE = (
+    "weights alone were merged: with two or more hidden layers, expect less than of a client. Give "
+    'some dozens of unlabelled inputs (probe=, --probe FILE); or probe="noise", if you have none; '
+    "or train on in rounds (the strategy match-then-average)"
+)
 
 
 @dataclass(frozen=True)
@@ -155,11 +161,15 @@ def verdict(result: FusionResult) -> Verdict:
         return _scored(result.scores, probed=result.agreement is not None or bool(result.fits))
     score_it = "score it against its clients: validate=, or --validate module:function"
     if result.agreement is not None:
-        where = f"On {result.agreement.inputs} inputs of the probe"
+        made_up = result.diagnostics.get("probe") in (NOISE, SYNTHETIC)
+        where = f"On {result.agreement.inputs} inputs "
+        where += "that were made up" if made_up else "of the probe"
         where += ", to which its layers were fitted," if result.fits else ""
         text = f"Nobody has scored this model. {where} {_agreed(result.agreement)}"
-        return Verdict("unknown", text, (score_it,))
+        real = "give some dozens of real inputs, which are far better: probe=, or --probe FILE"
+        return Verdict("unknown", text, (score_it, *([real] if made_up else [])))
     probe = "give some dozens of unlabelled inputs (or noise): probe=, or --probe FILE"
+    probe = str(result.diagnostics.get("advice", probe))
     return Verdict(
         "unknown", "Nobody has measured whether this model is any good.", (score_it, probe)
     )

@@ -57,6 +57,10 @@ class Method(Options, ABC):
         """What `prepare` returned, for clients of which the scores are known now."""
         return prepared
 
+    def misses_probe(self, prepared: Any) -> bool:
+        """Whether the result would be far better with a probe, even with a made-up one."""
+        return False
+
     def variants(self) -> Sequence[Self]:
         """The methods to choose from by a score, where an option lists several values."""
         listed = {
@@ -138,13 +142,18 @@ class AligningMethod(Method):
         """The clients' networks with groups found and normalisation folded."""
         return prepare_networks(clients, example_inputs, spec, self.batchnorm)
 
+    def misses_probe(self, prepared: Networks) -> bool:
+        """From the second hidden layer on, the inputs of merged neurons are not what they were."""
+        return len(prepared.spec.groups) > 1 and self.refit and not self._refused_refit()
+
     @abstractmethod
     def align(self, networks: Networks, progress: Progress) -> Alignment:
         """Where every client's neurons go."""
 
     def fuse(self, prepared: Networks, progress: Progress) -> FusionResult:
         if prepared.probe is not None:
-            self._check_refit()
+            if self.refit and (refused := self._refused_refit()):
+                raise InputError(f"refit: {refused}")
             progress("running the clients on the probe", 0, len(prepared.spec.groups))
         alignment = self.align(prepared, progress)
         placements, widths = alignment.placements, alignment.widths
@@ -166,17 +175,16 @@ class AligningMethod(Method):
             kept=refitted.kept,
         )
 
-    def _check_refit(self) -> None:
-        """Refuse a refit of what cannot be, or must not be, fitted to the means of all members."""
-        if not self.refit:
-            return
+    def _refused_refit(self) -> str | None:
+        """Why layers cannot be, or must not be, fitted to the means of all members, if so."""
         if self.batchnorm == Normalisation.AVERAGE:
-            raise InputError(
-                "refit: layers cannot be fitted before a normalisation that is averaged; use "
+            return (
+                "layers cannot be fitted before a normalisation that is averaged; use "
                 "batchnorm='attach', or refit=False"
             )
         if self.screen.trim:
-            raise InputError("refit: it would fit outliers that trim leaves out; give refit=False")
+            return "it would fit outliers that trim leaves out; give refit=False"
+        return None
 
 
 def main_places(placement: Placement) -> Index:

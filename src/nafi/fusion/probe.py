@@ -8,6 +8,7 @@ be used raises an error that says what to give instead.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,11 @@ from nafi.graph import Inputs, call, check_inputs, evaluating, first_line
 
 PROBE_LIMIT = 1024  # inputs that are used; more cost time and memory and tell little
 PROBE_FEW = 8  # fewer than these are warned of
-_FORMS = "a tensor, a tuple of arguments, a dict of them by name, batches of these, or 'noise'"
+_FORMS = (
+    "a tensor, a tuple of arguments, a dict of them by name, batches of these, or 'noise' or "
+    "'synthetic'"
+)
+NOISE, SYNTHETIC = "noise", "synthetic"  # stand for inputs that are made up
 
 
 def read_probe(
@@ -36,7 +41,7 @@ def read_probe(
     What comes beyond the network's arguments, as labels do, is left out. "noise" stands for inputs
     that are made up; see `noise_inputs`.
     """
-    if isinstance(probe, str) and probe == "noise":
+    if is_word(probe, NOISE):
         probe = noise_inputs(example_inputs)
     if not example_inputs:
         raise InputError("probe: a network without inputs needs none; leave it out")
@@ -62,25 +67,49 @@ def read_probe(
     return inputs
 
 
+def is_word(probe: object, word: str) -> bool:
+    """Whether a probe is this word; tensors do not compare with words."""
+    return isinstance(probe, str) and probe == word
+
+
+def noise_stands_for(example_inputs: Inputs) -> bool:
+    """Whether inputs can be made up: a single tensor of numbers."""
+    leaves = _tensors(check_inputs(example_inputs))
+    return len(leaves) == 1 and leaves[0].is_floating_point() and leaves[0].ndim > 1
+
+
+def made_up_probe(model: nn.Module, example_inputs: Inputs) -> Inputs | None:
+    """Noise as a probe; None for a network of other inputs, or that does not run on noise."""
+    try:
+        return read_probe(NOISE, model, example_inputs)
+    except InputError:
+        return None
+
+
 # The spectrum of photographs falls with the frequency: its amplitude about as 1 / f; a little
 # steeper is better for small images.
-_FALL, _MADE_UP = 1.5, 256
+_FALL = 1.5
+# So many inputs are made up, fewer of large ones, whose many places tell as much: 55 photographs of
+# 224 x 224 pixels.
+_MADE_UP, _MADE_UP_NUMBERS, _MADE_UP_LEAST = 256, 2**23, 32
 
 
-def noise_inputs(example_inputs: Inputs, count: int = _MADE_UP) -> Tensor:
+def noise_inputs(example_inputs: Inputs) -> Tensor:
     """Inputs that are made up, for whoever has none: mean 0 and deviation 1, as standardised data.
 
     Images, (inputs, channels, height, width), get the spectrum of photographs and channels that are
     alike; all else is white noise. Drawn by a fixed seed.
     """
-    leaves = _tensors(check_inputs(example_inputs))
-    if len(leaves) != 1 or not leaves[0].is_floating_point() or leaves[0].ndim < 2:
+    if not noise_stands_for(example_inputs):
         raise InputError(
             "probe: noise stands for a single input of numbers, such as images; give some dozens "
             "of real inputs"
         )
+    (example,) = _tensors(check_inputs(example_inputs))
     generator = torch.Generator().manual_seed(0)
-    shape = list(leaves[0].shape[1:])
+    shape = list(example.shape[1:])
+    fitting = _MADE_UP_NUMBERS // max(1, math.prod(shape))
+    count = min(max(fitting, _MADE_UP_LEAST), _MADE_UP)
     if len(shape) != 3:
         return torch.randn(count, *shape, generator=generator)
     channels, height, width = shape

@@ -67,6 +67,10 @@ class Stack(Method):
         clients.check_classes(networks.spec)
         return Prepared(networks)
 
+    def misses_probe(self, prepared: Prepared) -> bool:
+        """Which neurons to give up for a budget is measured on one."""
+        return self.budget is not None
+
     def informed(self, prepared: Prepared, scores: Sequence[float]) -> Prepared:
         return replace(prepared, scores=tuple(scores))
 
