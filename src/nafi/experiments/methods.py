@@ -28,7 +28,8 @@ LOCAL, BEST = ALONE = ("local", "best")
 ENSEMBLE = "ensemble"
 _OF_TRAINING = tuple(f.name for f in fields(Training))
 _PROBE = Constraint(
-    lambda value: value == "noise" or whole(0).allows(value), 'a number of inputs, or "noise"'
+    lambda value: value in ("noise", "synthetic") or whole(0).allows(value),
+    'a number of inputs, "noise" or "synthetic"',
 )
 _ONE_SHOT = {"calibrate": whole(0), "probe": _PROBE, "head": SWITCH}
 _IN_ROUNDS = {"calibrate": whole(0), "rounds": whole(1)}
