@@ -38,11 +38,11 @@ from nafi.fusion import (
     RIDGES,
     LayerStatistics,
     Targets,
+    bounded_sums,
     empty_head,
     layer_statistics,
     pooled_fit,
     ridge_errors,
-    scaled_to_usual,
     solve_head,
 )
 from nafi.graph import named_tensors, permute, random_permutations
@@ -572,17 +572,18 @@ def test_a_round_names_the_client_whose_sums_are_refused() -> None:
     assert "not those of any samples" in run.records[0]["refused"]["1"]
 
 
-def test_the_screen_bounds_moments_of_the_wrong_scale() -> None:
-    honest = [
-        LayerStatistics.of(torch.randn(1, 50, 3, generator=drawn(k)), torch.zeros(1, 50, 0))
-        for k in range(4)
-    ]
-    lie = honest[0].scaled(1e6)
-    lie = replace(lie, count=honest[0].count, sums=honest[0].sums)
-    held = scaled_to_usual([*honest, lie], 4.0)
-    sizes = [float(each.gram.diagonal(dim1=1, dim2=2).sum()) for each in held]
-    assert max(sizes) <= 4.0 * sorted(sizes)[2] * 1.0001
-    for before, after in zip(honest, held, strict=False):
+def test_the_screen_bounds_sums_of_the_wrong_scale() -> None:
+    """A client that says its inputs are a thousand times as large decides nothing alone."""
+    truth, lie = torch.ones(1, 3, 1), -torch.ones(1, 3, 1)
+    inputs = [torch.randn(1, 50, 3, generator=drawn(k)) for k in range(5)]
+    honest = [LayerStatistics.of(h, h @ truth) for h in inputs[:4]]
+    liar = LayerStatistics.of(1000 * inputs[4], 1000 * inputs[4] @ lie)
+    owned = torch.ones(5, 1, 1, dtype=torch.bool)
+    plain, _ = pooled_fit([*honest, liar], owned, ridge=1e-6, with_bias=False)
+    held, _ = pooled_fit(bounded_sums([*honest, liar], 2.0), owned, ridge=1e-6, with_bias=False)
+    assert float(plain.mean()) < -0.9
+    assert float(held.mean()) > 0.1
+    for before, after in zip(honest, bounded_sums([*honest, liar], 2.0), strict=False):
         torch.testing.assert_close(after.gram, before.gram, rtol=0, atol=0)
 
 

@@ -38,6 +38,7 @@ from nafi.fusion import (
     Method,
     Nafi,
     Networks,
+    bounded_sums,
     check_class_axis,
     check_clients,
     check_max_width,
@@ -46,7 +47,6 @@ from nafi.fusion import (
     next_group,
     pool_layers,
     prepare_networks,
-    scaled_to_usual,
     width_limits,
 )
 from nafi.graph import (
@@ -210,10 +210,12 @@ class Layerwise(Strategy[LayerwiseState]):
         request = self._asked(state)["sums"]
         moments = {}
         for name in request.inputs:
-            sent = {c: read_layer(message, name, request) for c, message in messages.items()}
+            sums = [read_layer(message, name, request) for message in messages.values()]
+            # Means over inputs: clients count alike, as in a merge.
+            means = [each.scaled(1 / float(each.count)) for each in sums]
             if self.method.clip is not None:
-                usual = scaled_to_usual(list(sent.values()), self.method.clip**2)
-                sent = dict(zip(sent, usual, strict=True))
+                means = bounded_sums(means, self.method.clip**2)
+            sent = dict(zip(messages, means, strict=True))
             mean = reduce(add, sent.values()).scaled(1 / len(sent))
             moments[name] = [sent.get(client, mean) for client in members]
         return moments

@@ -33,12 +33,12 @@ from nafi.fusion import (
     Networks,
     Written,
     add_to_layer,
+    bounded_sums,
     check_clients,
     merged_network,
     owned_outputs,
     pooled_fit,
     refittable,
-    scaled_to_usual,
 )
 from nafi.graph import ModelSpec, OutputMoments, Positions, attach_batchnorm, in_order
 from nafi.options import number, one_of, option, optional
@@ -228,7 +228,7 @@ class MatchRefit(MatchThenAverage):
             raise InputError(f"nobody sent sums for {layer}")
         parts = list(sent.values())
         if self.method.screen.clip is not None:
-            parts = scaled_to_usual(parts, self.method.screen.clip**2)
+            parts = bounded_sums(parts, self.method.screen.clip**2)
         owned = torch.stack([self._owned(state, client, layer) for client in sent])
         model, spec = self._network(state)
         with_bias = spec.tensors[layer].bias is not None

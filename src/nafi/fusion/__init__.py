@@ -34,7 +34,7 @@ from nafi.fusion.merge import merge_tensors, merged_network
 from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
 from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
-from nafi.fusion.pooling import pool_layers, scaled_to_usual
+from nafi.fusion.pooling import bounded_sums, pool_layers
 from nafi.fusion.probe import PROBE_LIMIT, read_probe
 from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
@@ -94,6 +94,7 @@ __all__ = [
     "align_to_one",
     "are_sums",
     "as_real",
+    "bounded_sums",
     "calibrate",
     "check_class_axis",
     "check_clients",
@@ -122,7 +123,6 @@ __all__ = [
     "read_probe",
     "refittable",
     "ridge_errors",
-    "scaled_to_usual",
     "solve_head",
     "statistics",
     "verdict",

@@ -8,7 +8,7 @@ section 6, about the merged weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,8 @@ def pool_layers(
     """Fit merged layers, in place, to what each member computes on its own inputs.
 
     model, spec: merged; below the layers to fit it is the same as every client's network
-    inputs: any on which it runs; sums: weight -> of what its layer reads at each client
+    inputs: any on which it runs; sums: weight -> of what its layer reads at each client; clients
+    count as their sums do, times their weights in a merge
 
     Cost: K^3 / 3 for a layer with K inputs and every set of clients that own a neuron in it; memory
     8 S K^2 bytes.
@@ -139,20 +140,21 @@ def _pool(
 def _lacking(
     sums: LayerStatistics, member: _Member, merged: Tensor, shifts: Tensor
 ) -> LayerStatistics:
-    """What the merged layer lacks at a client, a mean over its inputs by the client's weight."""
+    """What the merged layer lacks at a client, by the client's weight."""
     lacking = sums.towards(member.weights - merged, member.bias - shifts)
-    return lacking.scaled(float(member.share) / float(sums.count))
+    return lacking.scaled(float(member.share))
 
 
-def scaled_to_usual(sums: Sequence[LayerStatistics], most: float) -> list[LayerStatistics]:
-    """Sums of which no client's, for an input, are more than so many times the median."""
+def bounded_sums(sums: Sequence[LayerStatistics], most: float) -> list[LayerStatistics]:
+    """Sums of clients of which none counts for more than it may.
+
+    most: the largest second moment of an input, as a multiple of the median over clients; a client
+    with larger ones counts for less
+    """
     sizes = torch.stack([_size(each) for each in sums])
     limit = most * sizes.median()
     shares = torch.where(sizes > limit, limit / sizes.clamp(min=1e-300), 1.0)
-    return [
-        replace(each, gram=each.gram * share, sums=each.sums * share**0.5)
-        for each, share in zip(sums, shares.tolist(), strict=True)
-    ]
+    return [each.scaled(share) for each, share in zip(sums, shares.tolist(), strict=True)]
 
 
 def _size(sums: LayerStatistics) -> Tensor:
