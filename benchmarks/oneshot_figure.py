@@ -42,7 +42,7 @@ def by_problem() -> dict[str, Records]:
     found: dict[str, Records] = {}
     for line in RECORDS.read_text().splitlines():
         record = json.loads(line)
-        found.setdefault(record["problem"], []).append(record)
+        found.setdefault(f"{record['problem']}, {record['clients']} clients", []).append(record)
     return found
 
 

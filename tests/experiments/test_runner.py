@@ -506,7 +506,7 @@ def test_some_methods_and_numbers_of_clients_can_be_chosen(tmp_path: Path) -> No
     two = experiment.only(["fedavg", "local"])
     assert [method.name for method in two.methods] == ["local", "fedavg"]
     assert two.agrees(experiment.settings())
-    with pytest.raises(InputError, match="there is no 'fedsgd'; known: local, fedavg"):
+    with pytest.raises(InputError, match="there is no 'fedsgd'; known: local, ensemble, fedavg"):
         experiment.only(["fedsgd"])
     wide = Experiment(**ROUNDS).only(["wide"])
     with pytest.raises(InputError, match="wide needs the widths of nafi: run that one, too"):
@@ -619,7 +619,7 @@ def test_bad_configurations_are_named(tmp_path: Path, text: str, told: str) -> N
 
 def test_unknown_names(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match="there is no experiment 'mnist'; known: carvana, cifar10, mnist"
+        InputError, match="there is no experiment 'mnist'; known: carvana, cifar10, cifar10-sens"
     ):
         load_experiment("mnist")
     with pytest.raises(InputError, match="no profile 'fast'; it has quick"):
