@@ -64,8 +64,11 @@ class StopError(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("stopped", range(1, ROUNDS))
+@pytest.mark.parametrize(
+    ("name", "stopped"),
+    [(name, stopped) for name in list(OPTIONS)[:3] for stopped in range(1, ROUNDS)]
+    + [(name, 2) for name in list(OPTIONS)[3:]],
+)
 def test_a_run_stopped_between_rounds_ends_with_the_same_bytes(
     name: str, stopped: int, tmp_path: Path
 ) -> None:

@@ -144,6 +144,13 @@ def test_an_output_that_nobody_owns_stays() -> None:
     assert float(shifts[0, 1]) == 0
 
 
+def test_a_client_with_one_sample_has_no_say_about_ridges() -> None:
+    sums = layer_statistics(nn.Sequential(nn.Linear(3, 2)), [(torch.ones(1, 3),)], ["0.weight"])
+    parts = sums["0.weight"]
+    assert float(parts.held_out.count) == 0
+    assert not ridge_errors(parts.rest, parts.held_out, with_bias=True).any()
+
+
 def test_errors_of_ridges_tell_what_can_be_foretold() -> None:
     truth = torch.randn(1, 6, 4, generator=drawn(1))
     h = [torch.randn(1, 200, 6, generator=drawn(k)) for k in range(2)]

@@ -221,8 +221,11 @@ def pooled_fit(
 def ridge_errors(fitted: LayerStatistics, judge: LayerStatistics, *, with_bias: bool) -> Tensor:
     """(len(RIDGES),) the error on some statistics of fits to others, for every ridge.
 
-    Clients can add them up, and the ridge with the least is the one for all.
+    Clients can add them up, and the ridge with the least is the one for all. Zeros where there is
+    nothing to fit, or to judge by.
     """
+    if not bool(fitted.count) or not bool(judge.count):
+        return torch.zeros(len(RIDGES), dtype=torch.float64)
     parts = [part.centred() if with_bias else part for part in (fitted, judge)]
     fit, held = (part.some_outputs(CHOOSING) for part in parts)
     errors = torch.tensor([_error(fit, held, k) for k in range(len(RIDGES))], dtype=torch.float64)
