@@ -2,8 +2,8 @@
 
 python benchmarks/messages.py
 
-Bytes depend on the network and its widths alone. Clients train for one epoch on a few samples.
-Seconds for sums over a client's samples are compared with those for an epoch on the same samples.
+Bytes depend on the network and its widths alone. Clients train for one epoch on a few samples, so
+seconds say little about real clients; they are of the whole run, all clients one after the other.
 """
 
 from __future__ import annotations

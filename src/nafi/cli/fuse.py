@@ -365,8 +365,8 @@ def _as_data(result: FusionResult, out: Path | None) -> dict[str, Any]:
     """The same for machines."""
     from nafi.fusion import verdict
 
-    told = ("method", "options", "seconds", "size", "probe")
-    facts = {key: result.diagnostics[key] for key in told}
+    keys = ("method", "options", "seconds", "size", "probe")
+    facts = {key: result.diagnostics[key] for key in keys}
     return {
         **facts,
         "groups": result.summary(),

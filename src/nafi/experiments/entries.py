@@ -5,18 +5,16 @@ Promises: numbers rounded alike for all methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from nafi.federated import Samples, as_numbers
+from nafi.federated import Samples, in_batches
 
 Record = dict[str, Any]
 DETAILS = "details"
-# Small enough for what a convolution makes of them to stay in a processor's cache.
-_BATCH = 32
 
 
 def entry(
@@ -36,18 +34,6 @@ def entry(
         "seconds": round(seconds, 3),
         **({DETAILS: details} if details else {}),
     }
-
-
-def in_batches(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs as a network takes them, and labels, some dozens at a time.
-
-    Images are laid out with their channels last: convolutions run up to twice as fast.
-    """
-    images = samples.inputs.ndim == 4
-    layout = torch.channels_last if images else torch.contiguous_format
-    for start in range(0, len(samples), _BATCH):
-        part = samples[slice(start, start + _BATCH)]
-        yield as_numbers(part.inputs).contiguous(memory_format=layout), part.labels
 
 
 def accuracy(model: nn.Module, samples: Samples) -> float:

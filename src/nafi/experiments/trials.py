@@ -17,10 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from nafi.experiments.entries import in_batches
 from nafi.experiments.partition import hold_back
 from nafi.experiments.problems import PROBLEMS, Problem, by_own_classes, load_data
-from nafi.federated import Architecture, Samples, as_numbers
+from nafi.federated import Architecture, Samples, as_numbers, in_batches
 from nafi.fusion import FusionWarning, calibrate, solve_head, statistics
 
 # Changes whenever the same settings would give other clients or models.

@@ -20,7 +20,7 @@ from nafi.federated.randomness import derived_seed, seeded
 from nafi.federated.refit import MatchRefit, RefitState
 from nafi.federated.request import Request
 from nafi.federated.run import Evaluate, Progress, Run
-from nafi.federated.samples import Samples, as_numbers
+from nafi.federated.samples import Samples, as_numbers, in_batches
 from nafi.federated.simulation import simulate
 from nafi.federated.strategies import STRATEGIES, make_strategy, option_names, strategy
 from nafi.federated.strategy import State, Strategy, Task, Update
@@ -61,6 +61,7 @@ __all__ = [
     "as_numbers",
     "check_device",
     "derived_seed",
+    "in_batches",
     "make_optimiser",
     "make_strategy",
     "option_names",

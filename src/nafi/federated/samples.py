@@ -5,6 +5,7 @@ Promises: inputs and targets of equal length, which can be indexed together.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from nafi.errors import InputError
+
+# Small enough for what a convolution makes of them to stay in a processor's cache.
+_BATCH = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,3 +48,15 @@ class Samples:
 def as_numbers(inputs: Tensor) -> Tensor:
     """Inputs as a network takes them: bytes, as images are kept in memory, become [0, 1]."""
     return inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
+
+
+def in_batches(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs as a network takes them, and labels, some dozens at a time.
+
+    Images are laid out with their channels last: convolutions run up to twice as fast.
+    """
+    images = samples.inputs.ndim == 4
+    layout = torch.channels_last if images else torch.contiguous_format
+    for start in range(0, len(samples), _BATCH):
+        part = samples[slice(start, start + _BATCH)]
+        yield as_numbers(part.inputs).contiguous(memory_format=layout), part.labels

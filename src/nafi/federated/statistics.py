@@ -7,7 +7,7 @@ sums over some samples, or an `InputError` says why not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -24,7 +24,7 @@ from nafi.federated.architecture import (
     load_tensors,
 )
 from nafi.federated.request import Request
-from nafi.federated.samples import Samples, as_numbers
+from nafi.federated.samples import Samples, in_batches
 from nafi.fusion import (
     RIDGES,
     HeadStatistics,
@@ -39,8 +39,6 @@ from nafi.fusion import (
 )
 from nafi.graph import Inputs
 
-# Inputs that run through a network at a time.
-_BATCH = 64
 # Correlations in lower precision are symmetric and positive up to this share.
 _ROUNDING = {"float64": 1e-8, "float32": 1e-5, "float16": 1e-3}
 _HEAD, _PREFIX, _ERRORS = "head", "sums/", "errors"
@@ -57,9 +55,9 @@ def sums_of(
     """
     message: dict[str, Tensor] = {}
     if request.head:
-        message |= _written(_HEAD, _head_tensors(statistics(model, _batches(samples))), request)
+        message |= _written(_HEAD, _head_tensors(statistics(model, in_batches(samples))), request)
     if request.inputs:
-        inputs = ((batch,) for batch, _ in _batches(samples))
+        inputs = ((batch,) for batch, _ in in_batches(samples))
         for name, parts in layer_statistics(model, inputs, request.inputs, targets).items():
             message |= _written(name, _layer_tensors(parts.whole, request), request)
             if targets is not None:
@@ -180,12 +178,6 @@ def _head_tensors(sums: HeadStatistics) -> dict[str, Tensor]:
 def _layer_tensors(sums: LayerStatistics, request: Request) -> dict[str, Tensor]:
     names = ["gram", "sums", "count"] + ["cross", "totals", "squares"] * request.outputs
     return {name: getattr(sums, name) for name in names}
-
-
-def _batches(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
-    for start in range(0, len(samples), _BATCH):
-        part = samples[slice(start, start + _BATCH)]
-        yield as_numbers(part.inputs), part.labels
 
 
 # ---------------------------------------------------------------------------------- on the wire
