@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,14 @@ def test_the_commands_of_the_readme_run(clients_folder: Path) -> None:
     assert nafi.load("fused.safetensors")(torch.zeros(2, 64)).shape == (2, 10)
     assert (clients_folder / "fused.html").exists()
     assert (clients_folder / "hospitals" / "README.md").exists()
+
+
+def test_the_first_picture_is_that_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise run python benchmarks/first_figure.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tool = runpy.run_path(str(ROOT / "benchmarks" / "first_figure.py"))
+    problems = {title: tool["scores"](rows) for title, rows in tool["by_problem"]().items()}
+    assert tool["drawing"](problems) == tool["TARGET"].read_text(encoding="utf-8")
 
 
 def test_messages_in_the_faq_are_those_of_the_code() -> None:
