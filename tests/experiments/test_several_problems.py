@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import nafi
 from nafi.errors import InputError
 from nafi.experiments import (
     Experiment,
@@ -229,6 +230,26 @@ def test_layers_are_refitted_by_sums_over_clients_own_data(tmp_path: Path) -> No
     assert record["widths"] == list(state.form.widths.values())
     score = trial.score(strategy.global_model(state))["test"]
     assert record["test"] == round(score, 3)
+
+
+def test_clients_weigh_the_same_where_counts_are_not_used(tmp_path: Path) -> None:
+    options = {"max_width": 1.5, "counts": False}
+    equal = {"name": "equal", "method": "nafi", "options": options}
+    experiment = Experiment(**{**TWO, "methods": [equal], "problems": {"flat": {}}})
+    file = tmp_path / "equal.jsonl"
+    (record,) = run_experiment(experiment, file, jobs=1, resume=False, progress=quiet)
+    cell = cell_of(experiment, "flat", "equal")
+    trial = load_trial(cell.trial_settings)
+    models = population(cell.recipe(options), trial)
+    scores = [
+        trial.score(
+            nafi.fuse(
+                models, trial.example_inputs, max_width=1.5, seed=cell.fusion_seed, **counts
+            ).model
+        )["test"]
+        for counts in ({}, {"class_counts": trial.class_counts})
+    ]
+    assert record["test"] == round(scores[0], 3) != round(scores[1], 3)
 
 
 def test_a_probe_is_drawn_from_all_clients_by_the_seed() -> None:

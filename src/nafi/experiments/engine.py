@@ -117,15 +117,15 @@ class _Bench:
         """One network of the clients', and its widths."""
         if candidate.get("probe") == OWN_DATA:
             return self._fused_on_own_data(candidate, models)
-        inputs = candidate.get("probe", 0)
+        inputs, counted = candidate.get("probe", 0), candidate.get("counts", True)
         result = fuse_clients(
             self.cell.method.method,
             models,
             self.trial.example_inputs,
             self.cell.fusion_seed,
             fusion_options(self._limited(candidate)),
-            self.trial.class_counts,
-            self.trial.sample_counts,
+            self.trial.class_counts if counted else None,
+            self.trial.sample_counts if counted else None,
             self.architecture.spec,
             self.trial.probe(inputs) if isinstance(inputs, int) and inputs else inputs or None,
             int(candidate.get("distill", 0)),

@@ -33,7 +33,13 @@ _PROBE = Constraint(
     lambda value: value in ("noise", "synthetic", OWN_DATA) or whole(0).allows(value),
     'a number of inputs, "noise", "synthetic" or "own"',
 )
-_ONE_SHOT = {"calibrate": whole(0), "probe": _PROBE, "head": SWITCH, "distill": whole(0)}
+_ONE_SHOT = {
+    "calibrate": whole(0),
+    "probe": _PROBE,
+    "head": SWITCH,
+    "distill": whole(0),
+    "counts": SWITCH,  # whether clients weigh by their samples, and of each class, if there are any
+}
 _IN_ROUNDS = {"calibrate": whole(0), "rounds": whole(1)}
 _OF_LABORATORY = _ONE_SHOT | _IN_ROUNDS
 
