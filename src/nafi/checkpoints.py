@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nafi.errors import CheckpointError, InputError, SpecError, few, unlike
+from nafi.comparison import check_same
+from nafi.errors import CheckpointError, InputError, NafiError, SpecError, few, unlike
 from nafi.factories import call_factory, load_factory, resolve_inputs
 from nafi.files import atomic_path
 from nafi.fusion import Body, EnsembleNetwork, FusionResult, FusionWarning
@@ -57,11 +58,14 @@ def save(
     class_counts: Sequence[float] | None = None,
     sample_count: float | None = None,
     overwrite: bool = False,
+    verify: Inputs | None = None,
 ) -> None:
     """Write a model, or the result of `nafi.fuse`, with all that `nafi.load` needs.
 
     factory: "package.module:function" that makes the network; if None, `load` must be given one
     class_counts: (K,) samples per class, sample_count: all samples; `nafi fuse` reads them
+    verify: inputs on which the network must do the same once it is read again, before the file
+        takes its name; else nothing is written
     """
     result = model if isinstance(model, FusionResult) else None
     network = result.model if result is not None else model
@@ -103,6 +107,19 @@ def save(
     )
     with atomic_path(target) as partial:
         save_file(state, partial, metadata={_KEY: manifest.to_json()})
+        if verify is not None:
+            _check_written(partial, target, network, verify)
+
+
+def _check_written(written: Path, target: Path, network: nn.Module, inputs: Inputs) -> None:
+    """Refuse a file from which another network would be read than was written."""
+    try:
+        check_same(load(written), network, inputs)
+    except NafiError as error:
+        reason = str(error).replace(str(written), "it")
+        raise CheckpointError(
+            f"{target} is not written: read again, the network would not be the same: {reason}"
+        ) from error
 
 
 def _describe_members(network: EnsembleNetwork, bodies: Sequence[Body]) -> list[dict[str, Any]]:

@@ -259,6 +259,7 @@ def _save(
         else [sum(map(float, column)) for column in zip(*counts, strict=True)],
         sample_count=None if samples is None else sum(samples),
         overwrite=overwrite,
+        verify=files.example_inputs,
     )
 
 

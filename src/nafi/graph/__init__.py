@@ -4,7 +4,15 @@ from nafi.graph.blocks import Block, blocks
 from nafi.graph.check import check_spec
 from nafi.graph.groups import SpecWarning, groups
 from nafi.graph.growth import Growth, growth
-from nafi.graph.inputs import Inputs, arguments, call, check_inputs, first_line, run_batches
+from nafi.graph.inputs import (
+    Inputs,
+    arguments,
+    call,
+    check_inputs,
+    first_line,
+    returned_tensors,
+    run_batches,
+)
 from nafi.graph.lift import (
     Kept,
     Placement,
@@ -99,6 +107,7 @@ __all__ = [
     "random_permutations",
     "rebuild",
     "resize_state",
+    "returned_tensors",
     "rows_first",
     "rule",
     "run_batches",
