@@ -35,7 +35,18 @@ ALLOWED: dict[str, set[str]] = {
     "reports": {"graph", "files"},
     "manifest": set(),
     "comparison": {"graph"},
-    "checkpoints": {"comparison", "fusion", "graph", "factories", "files", "manifest"},
+    "tensor_files": set(),
+    "huggingface": {"comparison", "files", "graph", "tensor_files"},
+    "checkpoints": {
+        "comparison",
+        "factories",
+        "files",
+        "fusion",
+        "graph",
+        "huggingface",
+        "manifest",
+        "tensor_files",
+    },
     "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
@@ -50,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoints",
         "factories",
         "files",
+        "huggingface",
         "probes",
         "statistics_files",
     },
@@ -73,11 +85,14 @@ RESERVED = {
         "checkpoints",
         "comparison",
         "factories",
+        "huggingface",
         "manifest",
         "probes",
         "statistics_files",
+        "tensor_files",
         "workers",
     },
+    "transformers": {"huggingface"},
     "flwr": {"federated"},
 }
 
@@ -257,7 +272,7 @@ def test_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text())["project"]
     import_names = {"pillow": "PIL", "scikit-learn": "sklearn", "POT": "ot"}
     declared = {}
-    for extra in ("flower", "lab", "ot"):
+    for extra in ("flower", "hf", "lab", "ot"):
         for requirement in project["optional-dependencies"][extra]:
             name = re.match(r"[\w-]+", requirement)
             assert name is not None

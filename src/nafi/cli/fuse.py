@@ -13,6 +13,12 @@ import typer
 from rich.console import Console
 
 from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar, tell
+from nafi.cli.outputs import (
+    check_folder_method,
+    check_outputs,
+    is_folder_output,
+    keep_to_fields,
+)
 from nafi.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -23,9 +29,17 @@ if TYPE_CHECKING:
 @app.command()
 def fuse(
     checkpoints: Annotated[
-        list[Path], typer.Argument(help="Two or more files: safetensors, or torch.save of tensors.")
+        list[Path],
+        typer.Argument(
+            help="Two or more files, safetensors or torch.save of tensors; or Hugging Face folders."
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="The file to write, .safetensors.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The file to write, .safetensors; or a folder, if all checkpoints are folders."
+        ),
+    ],
     model: Annotated[
         str | None,
         typer.Option(help="package.module:factory; not needed if the checkpoints say it."),
@@ -121,16 +135,16 @@ def fuse(
 ) -> None:
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
     from nafi.checkpoints import load_clients
-    from nafi.files import check_writable, read_json
+    from nafi.files import read_json
     from nafi.fusion import BUDGETS, make_method
     from nafi.fusion import frontier as try_budgets
     from nafi.fusion import fuse as fuse_models
 
-    _check_targets(out, report, checkpoints)
+    _check_targets(report)
+    as_folder = is_folder_output(out, checkpoints)
+    check_outputs(out, {"--report": report} if report else {}, checkpoints, force)
     # Whoever names no inputs has none, most likely; "none" is for those who want none.
     unnamed, probe = probe is None, None if probe == "none" else probe
-    for target in filter(None, [out, report]):
-        check_writable(target, force)
     if report is not None:
         require("jinja2")
     if distill and (probe is None or frontier):
@@ -160,10 +174,15 @@ def fuse(
         raise InputError(
             "an ensemble is several models, not one: --method stack writes them as one"
         )
+    if as_folder:
+        check_folder_method(out, method, budget or None, frontier)
     scoring = None if validate is None else _scoring(validate)
     with print_warnings():
         files = load_clients(checkpoints, model, input_shape or [])
         inputs = _inputs("auto" if unnamed else probe, files)
+        spec = None
+        if as_folder:
+            chosen, spec = keep_to_fields(chosen, files)
     # What files know of their data is used where the method can; what the user gives must be.
     known: dict[str, Any] = {
         "class_counts": files.class_counts,
@@ -186,7 +205,7 @@ def fuse(
             )
             result, points = tried.best, tried.to_dict()
         else:
-            common["distill"] = distill
+            common |= {"distill": distill, "spec": spec}
             result = fuse_models(files.models, files.example_inputs, chosen, **common, **used)
     if require_better and result.scores is not None and not result.scores.better:
         _tell(result, None, None, as_json, points)
@@ -249,6 +268,15 @@ def _save(
     from nafi.checkpoints import save
 
     counts, samples = known["class_counts"], known["sample_counts"]
+    if is_folder_output(out, files.folders or [out]):
+        save(
+            result,
+            out,
+            files_from=files.folders[0],
+            verify=files.example_inputs,
+            overwrite=overwrite,
+        )
+        return
     save(
         result,
         out,
@@ -272,16 +300,10 @@ def _numbers(text: str) -> list[int]:
         ) from None
 
 
-def _check_targets(out: Path, report: Path | None, checkpoints: list[Path]) -> None:
-    """Refuse to write over a checkpoint, and files that are not what they are called."""
-    taken = [path.resolve() for path in checkpoints]
-    for option, path, suffix in [("--out", out, ".safetensors"), ("--report", report, ".html")]:
-        if path is None:
-            continue
-        if path.resolve() in taken:
-            raise InputError(f"{option}: {path} is one of the checkpoints; give another name")
-        if path.suffix != suffix:
-            raise InputError(f"{option}: found {path}, expected a name that ends in {suffix}")
+def _check_targets(report: Path | None) -> None:
+    """Refuse files that are not what they are called."""
+    if report is not None and report.suffix != ".html":
+        raise InputError(f"--report: found {report}, expected a name that ends in .html")
 
 
 def _title(result: FusionResult) -> str:

@@ -1,0 +1,91 @@
+"""Where `nafi fuse` writes: a file, or a Hugging Face folder.
+
+Hides: what a folder cannot hold, and what is done so that it can. Promises: what cannot be written
+is refused before any work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nafi.cli.app import tell
+from nafi.errors import InputError, few
+
+if TYPE_CHECKING:
+    from nafi.checkpoints import ClientFiles
+    from nafi.fusion import Method
+    from nafi.graph import ModelSpec
+
+
+def is_folder_output(out: Path, checkpoints: list[Path]) -> bool:
+    """Whether a folder is to be written: all checkpoints are folders, and the name is no file's."""
+    return out.suffix != ".safetensors" and all(path.is_dir() for path in checkpoints)
+
+
+def check_outputs(out: Path, others: dict[str, Path], checkpoints: list[Path], force: bool) -> None:
+    """Refuse what cannot be written, and what would take the place of a checkpoint.
+
+    others: further files to write, by the option that names them
+    """
+    from nafi.files import check_folder_writable, check_writable
+
+    taken = [path.resolve() for path in checkpoints]
+    for option, path in {"--out": out, **others}.items():
+        if path.resolve() in taken:
+            raise InputError(f"{option}: {path} is one of the checkpoints; give another name")
+    if is_folder_output(out, checkpoints):
+        within = [path for path in taken if out.resolve() in path.parents]
+        if within:
+            raise InputError(
+                f"--out: {out} holds {within[0].name}, a checkpoint; give another name"
+            )
+        check_folder_writable(out, force)
+    elif out.suffix != ".safetensors":
+        raise InputError(
+            f"--out: found {out}, expected a name that ends in .safetensors; or a folder, if all "
+            "checkpoints are Hugging Face folders"
+        )
+    else:
+        check_writable(out, force)
+    for path in others.values():
+        check_writable(path, force)
+
+
+def check_folder_method(out: Path, method: str, budget: object, frontier: bool) -> None:
+    """Refuse methods whose widths the configuration of a folder could not say."""
+    wrong = next(
+        (
+            text
+            for text, is_given in [
+                (f"--method {method}", method in ("stack", "ensemble")),
+                ("--budget", budget is not None),
+                ("--frontier", frontier),
+            ]
+            if is_given
+        ),
+        None,
+    )
+    if wrong:
+        raise InputError(
+            f"--out: {out} would be a folder, whose configuration has one width for all layers, "
+            f"which {wrong} does not keep to; give --max-width 1x instead, or --out "
+            f"{out.name}.safetensors, which nafi.load reads"
+        )
+
+
+def keep_to_fields(method: Method, files: ClientFiles) -> tuple[Method, ModelSpec]:
+    """The method with the widths kept that the configuration has no field for, and the groups."""
+    from nafi.graph import groups
+    from nafi.huggingface import limited, width_fields
+
+    spec = groups(files.models[0], files.example_inputs)
+    if not hasattr(method, "max_width") or method.max_width == 1.0:
+        return method, spec
+    fields = width_fields(files.models[0], spec)
+    names = [field.name for field in fields]
+    stated = f"config.json has fields for {few(names)}" if names else "config.json has no fields"
+    tell(f"{stated}; all other widths stay as they are (--max-width 1x: all of them)")
+    options: dict[str, Any] = {"max_width": limited(spec, fields, method.max_width)}
+    return replace(method, **options), spec
