@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "comparison": {"graph"},
     "tensor_files": set(),
     "huggingface": {"comparison", "files", "graph", "tensor_files"},
+    "model_card": {"fusion"},
     "checkpoints": {
         "comparison",
         "factories",
@@ -45,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
         "graph",
         "huggingface",
         "manifest",
+        "model_card",
         "tensor_files",
     },
     "statistics_files": {"fusion", "files"},
@@ -62,6 +64,7 @@ ALLOWED: dict[str, set[str]] = {
         "factories",
         "files",
         "huggingface",
+        "model_card",
         "probes",
         "statistics_files",
     },

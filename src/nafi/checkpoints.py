@@ -53,6 +53,7 @@ from nafi.huggingface import (
     unlike_companions,
 )
 from nafi.manifest import Described, Manifest
+from nafi.model_card import Origin, model_card
 from nafi.tensor_files import read_tensors
 
 _KEY = "nafi"
@@ -83,7 +84,7 @@ def save(
     verify: inputs on which the network must do the same once it is read again, before the file
         takes its name; else nothing is written
     files_from: for a folder, another one whose tokenizer and preprocessor files are copied
-    card: for a folder, the text of its README.md
+    card: for a folder, the text of its README.md, instead of what a result knows of itself
     """
     result = model if isinstance(model, FusionResult) else None
     network = result.model if result is not None else model
@@ -100,7 +101,7 @@ def save(
             spec=None if result is None else result.spec,
             example_inputs=example_inputs if verify is None else verify,
             files_from=None if files_from is None else Path(files_from),
-            texts=None if card is None else {"README.md": card},
+            texts=_card_of(result, target) if card is None else {"README.md": card},
             overwrite=overwrite,
         )
         return
@@ -148,6 +149,12 @@ def save(
 def is_folder_name(path: Path) -> bool:
     """Whether a network of transformers is written to a folder under this name."""
     return path.suffix != ".safetensors"
+
+
+def _card_of(result: FusionResult | None, target: Path) -> dict[str, str]:
+    if result is None:
+        return {}
+    return {"README.md": model_card(result, target, Origin(), hub=True)}
 
 
 def _config(network: nn.Module) -> dict[str, Any] | None:

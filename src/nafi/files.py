@@ -60,6 +60,12 @@ def remove_leftovers(target: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def write_text(target: Path, text: str) -> None:
+    """Write a file of text, completely or not at all; one that exists is replaced."""
+    with atomic_path(target) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def atomic_folder(
     target: Path, *, overwrite: bool, replaced: Callable[[str], bool]

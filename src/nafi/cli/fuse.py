@@ -14,6 +14,7 @@ from rich.console import Console
 
 from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar, tell
 from nafi.cli.outputs import (
+    card_of,
     check_folder_method,
     check_outputs,
     is_folder_output,
@@ -24,6 +25,7 @@ from nafi.errors import InputError, require
 if TYPE_CHECKING:
     from nafi.checkpoints import ClientFiles
     from nafi.fusion import FusionResult, Validate
+    from nafi.model_card import Origin
 
 
 @app.command()
@@ -139,8 +141,8 @@ def fuse(
     from nafi.fusion import BUDGETS, make_method
     from nafi.fusion import frontier as try_budgets
     from nafi.fusion import fuse as fuse_models
+    from nafi.model_card import Origin
 
-    _check_targets(report)
     as_folder = is_folder_output(out, checkpoints)
     check_outputs(out, {"--report": report} if report else {}, checkpoints, force)
     # Whoever names no inputs has none, most likely; "none" is for those who want none.
@@ -165,6 +167,7 @@ def fuse(
         command_options["budget"] = budget[0] if len(budget) == 1 else budget
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
+    settings = {} if frontier else chosen.settings()
     if validate is None:
         chosen.check_one_variant()
     if class_counts is not None and sample_counts is not None:
@@ -213,7 +216,8 @@ def fuse(
         raise typer.Exit(3)
     if unnamed and result.diagnostics["probe"] == "noise":
         tell(_MADE_UP)
-    _save(result, out, files, known | used, overwrite=force)
+    origin = Origin([str(path) for path in checkpoints], _command(), settings)
+    _save(result, out, files, known | used, origin, overwrite=force)
     if report is not None:
         _write_page(result, out, report, points)
     _tell(result, out, report, as_json, points)
@@ -262,17 +266,27 @@ def _inputs(probe: str | None, files: ClientFiles) -> Any:
 
 
 def _save(
-    result: FusionResult, out: Path, files: ClientFiles, known: dict[str, Any], overwrite: bool
+    result: FusionResult,
+    out: Path,
+    files: ClientFiles,
+    known: dict[str, Any],
+    origin: Origin,
+    overwrite: bool,
 ) -> None:
-    """Write the fused network, with the sums of what is known of the clients' data."""
+    """Write the fused network, its card, and the sums of what is known of the clients' data."""
     from nafi.checkpoints import save
+    from nafi.files import write_text
+    from nafi.model_card import model_card
 
     counts, samples = known["class_counts"], known["sample_counts"]
-    if is_folder_output(out, files.folders or [out]):
+    as_folder = is_folder_output(out, files.folders or [out])
+    card = model_card(result, out, origin, hub=as_folder)
+    if as_folder:
         save(
             result,
             out,
             files_from=files.folders[0],
+            card=card,
             verify=files.example_inputs,
             overwrite=overwrite,
         )
@@ -289,6 +303,7 @@ def _save(
         overwrite=overwrite,
         verify=files.example_inputs,
     )
+    write_text(card_of(out), card)
 
 
 def _numbers(text: str) -> list[int]:
@@ -300,10 +315,9 @@ def _numbers(text: str) -> list[int]:
         ) from None
 
 
-def _check_targets(report: Path | None) -> None:
-    """Refuse files that are not what they are called."""
-    if report is not None and report.suffix != ".html":
-        raise InputError(f"--report: found {report}, expected a name that ends in .html")
+def _command() -> str:
+    """The command line that is running."""
+    return "nafi " + shlex.join(sys.argv[1:])
 
 
 def _title(result: FusionResult) -> str:
@@ -317,7 +331,7 @@ def _write_page(
     from nafi.reports import write_fusion_page
 
     facts = {
-        "command": "nafi " + shlex.join(sys.argv[1:]),
+        "command": _command(),
         "seconds": f"{result.diagnostics['seconds']:.1f}",
         "size": _size(result),
         "probe": result.diagnostics["probe"],
@@ -374,6 +388,8 @@ def _tell(
         console.print(frontier_table(points))
     written = f': nafi.load("{out}")' if out is not None else ""
     lines = [f"{title} in {seconds:.1f} s{written}", _size(result)]
+    if out is not None:
+        lines.append(f"Its card is in {card_of(out)}")
     if report is not None:
         lines.append(f"The page is in {report}")
     found = verdict(result)
@@ -394,6 +410,7 @@ def _as_data(result: FusionResult, out: Path | None) -> dict[str, Any]:
         **facts,
         "groups": result.summary(),
         "checkpoint": None if out is None else str(out),
+        "card": None if out is None else str(card_of(out)),
         "scores": None if result.scores is None else result.scores.to_dict(),
         "agreement": None if result.agreement is None else result.agreement.to_dict(),
         "fits": {name: asdict(fit) for name, fit in result.fits.items()},

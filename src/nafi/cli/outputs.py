@@ -24,15 +24,20 @@ def is_folder_output(out: Path, checkpoints: list[Path]) -> bool:
     return out.suffix != ".safetensors" and all(path.is_dir() for path in checkpoints)
 
 
-def check_outputs(out: Path, others: dict[str, Path], checkpoints: list[Path], force: bool) -> None:
+def card_of(out: Path) -> Path:
+    """Where the card of an output is: within a folder, beside a file."""
+    return out / "README.md" if out.is_dir() else out.with_suffix(".md")
+
+
+def check_outputs(out: Path, pages: dict[str, Path], checkpoints: list[Path], force: bool) -> None:
     """Refuse what cannot be written, and what would take the place of a checkpoint.
 
-    others: further files to write, by the option that names them
+    pages: .html files to write, by the option that names them
     """
     from nafi.files import check_folder_writable, check_writable
 
     taken = [path.resolve() for path in checkpoints]
-    for option, path in {"--out": out, **others}.items():
+    for option, path in {"--out": out, **pages}.items():
         if path.resolve() in taken:
             raise InputError(f"{option}: {path} is one of the checkpoints; give another name")
     if is_folder_output(out, checkpoints):
@@ -49,7 +54,10 @@ def check_outputs(out: Path, others: dict[str, Path], checkpoints: list[Path], f
         )
     else:
         check_writable(out, force)
-    for path in others.values():
+        check_writable(card_of(out), force)
+    for option, path in pages.items():
+        if path.suffix != ".html":
+            raise InputError(f"{option}: found {path}, expected a name that ends in .html")
         check_writable(path, force)
 
 
