@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "tensor_files": set(),
     "huggingface": {"comparison", "files", "graph", "tensor_files"},
     "model_card": {"fusion"},
+    "prefixes": set(),
     "checkpoints": {
         "comparison",
         "factories",
@@ -47,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "huggingface",
         "manifest",
         "model_card",
+        "prefixes",
         "tensor_files",
     },
     "statistics_files": {"fusion", "files"},
@@ -90,6 +92,7 @@ RESERVED = {
         "factories",
         "huggingface",
         "manifest",
+        "prefixes",
         "probes",
         "statistics_files",
         "tensor_files",

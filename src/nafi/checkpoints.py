@@ -34,6 +34,8 @@ from nafi.graph import (
     copy_network,
     fold_batchnorm,
     groups,
+    has_lazy_layers,
+    materialise,
     named_tensors,
     rebuild,
     shared_names,
@@ -54,11 +56,10 @@ from nafi.huggingface import (
 )
 from nafi.manifest import Described, Manifest
 from nafi.model_card import Origin, model_card
+from nafi.prefixes import without_prefix
 from nafi.tensor_files import read_tensors
 
 _KEY = "nafi"
-# What torch.compile, DataParallel and Opacus put before every name.
-_WRAPPERS = ("_orig_mod.", "module.", "_module.")
 
 
 def save(
@@ -192,7 +193,7 @@ def save_changed(
     if path.exists() and not overwrite:
         raise InputError(f"{path} exists already; choose another name, or overwrite it")
     tensors = named_tensors(model)
-    kept = _unwrap(state, tensors)
+    kept = without_prefix(state, tensors, None, str(source))
     changed = {name: tensors[name].detach().cpu().contiguous() for name in kept}
     with atomic_path(path) as partial:
         save_file(changed, partial, metadata={_KEY: manifest.to_json()})
@@ -208,12 +209,19 @@ def _check_counts(values: Sequence[float], name: str) -> list[float]:
     return numbers
 
 
-def load(path: str | Path, factory: str | Callable[[], nn.Module] | None = None) -> nn.Module:
+def load(
+    path: str | Path,
+    factory: str | Callable[[], nn.Module] | None = None,
+    *,
+    strip_prefix: str | None = None,
+) -> nn.Module:
     """The network of a checkpoint, at the widths it was saved with, in eval mode.
 
     path: a file, or a Hugging Face folder, whose configuration makes the network
     factory: makes the network, instead of the one that the file names: a function without
         arguments, or its name, "package.module:function".
+    strip_prefix: what stands before the names of the network's tensors in the file, as "model" in
+        checkpoints of Lightning; guessed if None
     """
     if factory is None and is_folder(Path(path)):
         return load_folder(Path(path))
@@ -225,11 +233,12 @@ def load(path: str | Path, factory: str | Callable[[], nn.Module] | None = None)
     if factory is None:
         raise CheckpointError(f"{path} does not say what makes its network; give load a factory")
     if not isinstance(factory, str):
-        return restore(call_factory(factory), state, manifest, inputs, str(path))
-    model, example_inputs = load_factory(factory)
-    if not inputs and example_inputs is not None:
-        inputs = resolve_inputs([], example_inputs)
-    return restore(model, state, manifest, inputs, str(path))
+        model = call_factory(factory)
+    else:
+        model, example_inputs = load_factory(factory)
+        if not inputs and example_inputs is not None:
+            inputs = resolve_inputs([], example_inputs)
+    return restore(model, state, manifest, inputs, str(path), strip_prefix)
 
 
 def _from_config(state: Mapping[str, Tensor], manifest: Manifest, label: str) -> nn.Module:
@@ -279,13 +288,17 @@ class ClientFiles:
 
 
 def load_clients(
-    paths: Sequence[str | Path], factory: str | None, shapes: Sequence[str] = ()
+    paths: Sequence[str | Path],
+    factory: str | None,
+    shapes: Sequence[str] = (),
+    strip_prefix: str | None = None,
 ) -> ClientFiles:
     """Read the checkpoints of clients, each at its own widths.
 
     factory: "package.module:function"; if None, the one that the files name
     shapes: of the inputs, without the batch, like "3,32,32"; if empty, from a function
         example_inputs() beside the factory, or from the files
+    strip_prefix: what stands before the names of tensors in the files; guessed if None
     """
     files = [read(path) for path in paths]
     manifests = [manifest for _, manifest in files]
@@ -311,7 +324,7 @@ def load_clients(
     else:
         inputs = _client_inputs(factory, shapes, manifests)
         models = [
-            restore(load_factory(factory)[0], state, manifest, inputs, str(path))
+            restore(load_factory(factory)[0], state, manifest, inputs, str(path), strip_prefix)
             for path, (state, manifest) in zip(paths, files, strict=True)
         ]
     return ClientFiles(
@@ -362,17 +375,19 @@ def restore(
     manifest: Manifest,
     example_inputs: Inputs | None,
     label: str,
+    prefix: str | None = None,
 ) -> nn.Module:
     """The network with these tensors, at their widths and dtypes; changes the network in place.
 
-    What torch.compile or DataParallel put around it is taken off. label: what errors call the file.
+    What torch.compile or DataParallel put around it is taken off. label: what errors call the file;
+    prefix: what stands before the names in it; guessed if None.
     """
-    model = unwrapped(model)
+    model = _materialised(unwrapped(model), example_inputs, label)
     tensors = named_tensors(model)
     shared = {other: state[name] for other, name in (manifest.aliases or {}).items()}
     if manifest.members is not None:
         return _side_by_side(model, {**state, **shared}, manifest, example_inputs, label)
-    state = _unwrap({**state, **shared}, tensors)
+    state = without_prefix({**state, **shared}, tensors, prefix, label)
     if _shapes(tensors) != _shapes(state):
         if _loads_by_itself(model, state):
             return model.eval()
@@ -386,6 +401,18 @@ def restore(
         for name, tensor in named_tensors(model).items():
             tensor.copy_(state[name])
     return model.eval()
+
+
+def _materialised(model: nn.Module, inputs: Inputs | None, label: str) -> nn.Module:
+    """The network with sizes for all its layers."""
+    if has_lazy_layers(model):
+        if inputs is None:
+            raise CheckpointError(
+                f"{label}: the network has lazy layers, which need example inputs: write a "
+                "function example_inputs() beside the factory"
+            )
+        materialise(model, inputs)
+    return model
 
 
 def _side_by_side(
@@ -501,19 +528,17 @@ def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], lab
     if difference:
         raise CheckpointError(
             f"{label} is not a checkpoint of this network: it {difference}; is the factory the "
-            "right one?"
+            f"right one?{_prefix_hint(state, tensors)}"
         )
 
 
-def _unwrap(state: Mapping[str, Tensor], names: Mapping[str, object]) -> dict[str, Tensor]:
-    """Take off what wrappers put before every name, until a name is one of the network's."""
-    state = dict(state)
-    while state and not state.keys() & names.keys():
-        prefix = next((p for p in _WRAPPERS if all(name.startswith(p) for name in state)), None)
-        if prefix is None:
-            break
-        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    return state
+def _prefix_hint(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
+    """What to do about names that all begin with the same attribute, as in files of Lightning."""
+    first = {name.partition(".")[0] for name in state}
+    own = {name.partition(".")[0] for name in tensors}
+    if len(first) != 1 or first & own:
+        return ""
+    return f" If its names stand behind {first.pop()}. there, give --strip-prefix"
 
 
 def _describe(inputs: Inputs | None) -> list[Described] | dict[str, Described] | None:

@@ -6,6 +6,7 @@ ever unpickled; a file that cannot be used raises `CheckpointError` with its nam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def _read_torch(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # whatever torch finds wrong with the file
         raise CheckpointError(
             f"{file} cannot be read with weights_only=True ({type(error).__name__}): it is cut off "
-            "or holds more than tensors; save model.state_dict(), nothing else is ever unpickled"
+            f"or holds more than tensors{_foreign(error)}; save model.state_dict(), nothing else "
+            "is ever unpickled"
         ) from None
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -67,3 +69,9 @@ def _read_torch(file: Path) -> dict[str, Tensor]:
                 "model.state_dict()"
             )
     return {name: value.detach() for name, value in content.items()}
+
+
+def _foreign(error: Exception) -> str:
+    """The class that torch would have to run code of, if it says one."""
+    found = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
+    return f" ({found[1]})" if found else ""

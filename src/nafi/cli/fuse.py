@@ -128,6 +128,14 @@ def fuse(
         ),
     ] = False,
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
+    strip_prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="What stands before the network's names in the files, like model in Lightning's "
+            "checkpoints. Default: guessed, and said.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="nafi, pfnm, rebasin: the order of the models.")
     ] = None,
@@ -181,7 +189,7 @@ def fuse(
         check_folder_method(out, method, budget or None, frontier)
     scoring = None if validate is None else _scoring(validate)
     with print_warnings():
-        files = load_clients(checkpoints, model, input_shape or [])
+        files = load_clients(checkpoints, model, input_shape or [], strip_prefix)
         inputs = _inputs("auto" if unnamed else probe, files)
         spec = None
         if as_folder:

@@ -13,6 +13,7 @@ from nafi.graph.inputs import (
     returned_tensors,
     run_batches,
 )
+from nafi.graph.lazy_layers import has_lazy_layers, lacks_weights, materialise
 from nafi.graph.lift import (
     Kept,
     Placement,
@@ -94,12 +95,15 @@ __all__ = [
     "gather",
     "groups",
     "growth",
+    "has_lazy_layers",
     "holds_numbers",
     "in_order",
+    "lacks_weights",
     "lift",
     "lift_axes",
     "lift_block",
     "lifted_rows",
+    "materialise",
     "measured_moments",
     "named_tensors",
     "permute",
