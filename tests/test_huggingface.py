@@ -203,6 +203,7 @@ CODE = "open('sprung', 'w').close()"
         ({"quantization_config": {"load_in_4bit": True}}, "is quantised"),
         ({"num_hidden_layers": 10**6}, "far more than its weights"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most"),
+        ({"num_labels": 10**6}, "num_labels is 1000000, expected at most 65536"),
         ({"num_hidden_layers": 3}, "the weights lack bert.encoder.layer.2"),
         ({"intermediate_size": 32}, "has another shape than config.json says"),
         ({"vocab_size": 10**6}, "describes 16,"),

@@ -93,7 +93,10 @@ def keep_to_fields(method: Method, files: ClientFiles) -> tuple[Method, ModelSpe
         return method, spec
     fields = width_fields(files.models[0], spec)
     names = [field.name for field in fields]
-    stated = f"config.json has fields for {few(names)}" if names else "config.json has no fields"
-    tell(f"{stated}; all other widths stay as they are (--max-width 1x: all of them)")
+    if names:
+        what = f"config.json has fields for {few(names)}; all other widths stay as they are"
+    else:
+        what = "config.json has no field for the width of a layer; all widths stay as they are"
+    tell(f"{what} (--max-width 1x: all of them)" if names else what)
     options: dict[str, Any] = {"max_width": limited(spec, fields, method.max_width)}
     return replace(method, **options), spec

@@ -47,8 +47,9 @@ _DROPPED = {
     "_name_or_path",
     "name_or_path",
 }
-# Sizes are used in loops before any weight can be seen; lengths of inputs may be larger.
-_LARGEST, _LONGEST = 2**20, 2**26
+# Sizes are used in loops before any weight can be seen, and every label gets a name; lengths of
+# inputs may be larger.
+_LARGEST, _LABELS, _LONGEST = 2**20, 2**16, 2**26
 _LENGTHS = ("position", "length", "seq", "n_ctx", "theta", "base", "token", "window")
 
 
@@ -179,6 +180,7 @@ def _cleaned(values: Any, label: str, name: str = "") -> Any:
     if isinstance(values, list):
         return [_cleaned(value, label, name) for value in values]
     limit = _LONGEST if any(word in name for word in _LENGTHS) else _LARGEST
+    limit = _LABELS if "label" in name else limit
     if isinstance(values, int) and abs(values) > limit and "theta" not in name:
         raise CheckpointError(f"{label}: {name[:60]} is {values}, expected at most {limit}")
     return values
