@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import nafi
-from nafi.checkpoints import read
+from nafi.checkpoints import read, save_changed
 from nafi.errors import CheckpointError, InputError
 from nafi.graph import permute, random_permutations, rebuild
 from nafi.huggingface import make_inputs, width_fields
@@ -300,6 +300,15 @@ def test_precision_and_shared_tensors_stay_as_transformers_writes_them(tmp_path:
     assert stock.dtype == torch.bfloat16
 
 
+def test_other_weights_for_the_network_of_a_folder(tmp_path: Path) -> None:
+    """As `nafi head` writes them; shared tensors are in the folder once."""
+    write(seeded(gpt2, 0), tmp_path / "a")
+    other = seeded(gpt2, 1)
+    for name in ("b", "b.safetensors"):
+        save_changed(tmp_path / "a", other, tmp_path / name)
+        assert difference(nafi.load(tmp_path / name), other) == 0
+
+
 def test_a_folder_is_replaced_whole_and_keeps_what_is_not_ours(copied: Path) -> None:
     fuse(copied, "a", "b", "--out", "fused", "--max-width", "1x")
     assert "exists already" in refusal(copied, "a", "b", "--out", "fused", "--max-width", "1x")
@@ -321,11 +330,11 @@ def test_a_folder_is_replaced_whole_and_keeps_what_is_not_ours(copied: Path) -> 
         (["--out", "no/fused"], "does not exist"),
         (
             ["--out", "f", "--method", "stack"],
-            "--method stack does not keep to; give --max-width 1x",
+            "cannot say what --method stack makes; give --max-width 1x",
         ),
         (
             ["--out", "f", "--budget", "2.0 params"],
-            "--budget does not keep to; give --max-width 1x",
+            "cannot say what --budget makes; give --max-width 1x",
         ),
     ],
 )

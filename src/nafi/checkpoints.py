@@ -96,6 +96,10 @@ def save(
     if is_folder_name(target) and is_pretrained(network):
         if factory is not None or class_counts is not None or sample_count is not None:
             raise InputError(f"{target}: a folder holds no factory and no counts; save a file")
+        if result is not None and result.spec is not None and result.spec.folded:
+            raise InputError(
+                f"{target}: a folder needs normalisation; fuse with batchnorm='attach'"
+            )
         save_folder(
             network,
             target,
@@ -188,6 +192,9 @@ def save_changed(
     source: str | Path, model: nn.Module, target: str | Path, *, overwrite: bool = False
 ) -> None:
     """Write the network of a checkpoint with other weights, and all else that its file says."""
+    if Path(source).is_dir():
+        save(model, target, overwrite=overwrite)
+        return
     state, manifest = read(source)
     path = Path(target)
     if path.exists() and not overwrite:

@@ -186,7 +186,7 @@ def fuse(
             "an ensemble is several models, not one: --method stack writes them as one"
         )
     if as_folder:
-        check_folder_method(out, method, budget or None, frontier)
+        check_folder_method(out, method, budget or None, frontier, batchnorm)
     scoring = None if validate is None else _scoring(validate)
     with print_warnings():
         files = load_clients(checkpoints, model, input_shape or [], strip_prefix)

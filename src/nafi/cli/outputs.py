@@ -61,8 +61,10 @@ def check_outputs(out: Path, pages: dict[str, Path], checkpoints: list[Path], fo
         check_writable(path, force)
 
 
-def check_folder_method(out: Path, method: str, budget: object, frontier: bool) -> None:
-    """Refuse methods whose widths the configuration of a folder could not say."""
+def check_folder_method(
+    out: Path, method: str, budget: object, frontier: bool, batchnorm: str | None
+) -> None:
+    """Refuse what makes networks that the configuration of a folder could not describe."""
     wrong = next(
         (
             text
@@ -70,6 +72,7 @@ def check_folder_method(out: Path, method: str, budget: object, frontier: bool) 
                 (f"--method {method}", method in ("stack", "ensemble")),
                 ("--budget", budget is not None),
                 ("--frontier", frontier),
+                ("--batchnorm fold", batchnorm == "fold"),
             ]
             if is_given
         ),
@@ -77,9 +80,8 @@ def check_folder_method(out: Path, method: str, budget: object, frontier: bool) 
     )
     if wrong:
         raise InputError(
-            f"--out: {out} would be a folder, whose configuration has one width for all layers, "
-            f"which {wrong} does not keep to; give --max-width 1x instead, or --out "
-            f"{out.name}.safetensors, which nafi.load reads"
+            f"--out: {out} would be a folder, whose configuration cannot say what {wrong} makes; "
+            f"give --max-width 1x instead, or --out {out.name}.safetensors, which nafi.load reads"
         )
 
 
