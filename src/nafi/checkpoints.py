@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nafi.comparison import check_same
-from nafi.errors import CheckpointError, InputError, NafiError, SpecError, few, unlike
+from nafi.comparison import check_written
+from nafi.errors import CheckpointError, InputError, SpecError, few, unlike
 from nafi.factories import call_factory, load_factory, resolve_inputs
 from nafi.files import atomic_path
 from nafi.fusion import Body, EnsembleNetwork, FusionResult, FusionWarning
@@ -148,7 +148,7 @@ def save(
     with atomic_path(target) as partial:
         save_file(state, partial, metadata={_KEY: manifest.to_json()})
         if verify is not None:
-            _check_written(partial, target, network, verify)
+            check_written(partial, target, load, network, verify)
 
 
 def is_folder_name(path: Path) -> bool:
@@ -166,17 +166,6 @@ def _config(network: nn.Module) -> dict[str, Any] | None:
     """What makes the network, or each of several side by side, if it is one of transformers."""
     one = network.models[0] if isinstance(network, EnsembleNetwork) else network
     return config_of(one) if isinstance(one, nn.Module) and is_pretrained(one) else None
-
-
-def _check_written(written: Path, target: Path, network: nn.Module, inputs: Inputs) -> None:
-    """Refuse a file from which another network would be read than was written."""
-    try:
-        check_same(load(written), network, inputs)
-    except NafiError as error:
-        reason = str(error).replace(str(written), "it")
-        raise CheckpointError(
-            f"{target} is not written: read again, the network would not be the same: {reason}"
-        ) from error
 
 
 def _describe_members(network: EnsembleNetwork, bodies: Sequence[Body]) -> list[dict[str, Any]]:

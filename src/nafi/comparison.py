@@ -6,14 +6,16 @@ compute something else on the example inputs are told apart; neither is changed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nafi.errors import NafiError
+from nafi.errors import CheckpointError, NafiError
 from nafi.graph import Inputs, call, check_inputs, evaluating, first_line, returned_tensors
 
 
@@ -33,6 +35,26 @@ def check_same(model: nn.Module, other: nn.Module, inputs: Inputs) -> None:
         except Exception as error:
             raise NafiError(f"it does not run: {first_line(error)}") from error
         _check_outputs(found, expected)
+
+
+def check_written(
+    written: Path,
+    target: Path,
+    load: Callable[[Path], nn.Module],
+    model: nn.Module,
+    inputs: Inputs,
+) -> None:
+    """Refuse a file from which another network is read than was written.
+
+    written: where it is until it takes the name of the target; load: reads it
+    """
+    try:
+        check_same(load(written), model, inputs)
+    except NafiError as error:
+        reason = str(error).replace(str(written), "it")
+        raise CheckpointError(
+            f"{target} is not written: read again, the network would not be the same: {reason}"
+        ) from error
 
 
 def _noisy(inputs: Inputs) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from nafi.comparison import check_same
-from nafi.errors import CheckpointError, NafiError
+from nafi.comparison import check_written
 from nafi.files import atomic_folder
 from nafi.graph import Inputs, ModelSpec, groups
 from nafi.huggingface.folders import copy_companions, is_weights
@@ -56,10 +55,4 @@ def save_folder(
             copy_companions(files_from, partial)
         for name, text in (texts or {}).items():
             (partial / name).write_text(text, encoding="utf-8")
-        try:
-            check_same(load_folder(partial), model, inputs)
-        except NafiError as error:
-            reason = str(error).replace(str(partial), "it")
-            raise CheckpointError(
-                f"{target} is not written: read again, the network would not be the same: {reason}"
-            ) from error
+        check_written(partial, target, load_folder, model, inputs)
