@@ -171,6 +171,17 @@ def test_weights_in_several_files_are_read(folders: Path, tmp_path: Path) -> Non
     assert read(tmp_path / "shards")[0].keys() == read(folders / "a")[0].keys()
 
 
+def test_weights_of_torch_save_are_read_if_they_are_tensors(copied: Path) -> None:
+    before = nafi.load(copied / "a")
+    file = copied / "a/model.safetensors"
+    torch.save(load_file(file), copied / "a/pytorch_model.bin")
+    file.unlink()
+    assert difference(nafi.load(copied / "a"), before) == 0
+    torch.save(before, copied / "a/pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read with"):
+        nafi.load(copied / "a")
+
+
 @pytest.mark.parametrize("name", ["../b/model.safetensors", "/etc/passwd", "..", "a.bin", 3])
 def test_an_index_names_files_of_its_folder_only(copied: Path, name: Any) -> None:
     (copied / "a/model.safetensors").unlink()
@@ -298,6 +309,16 @@ def test_precision_and_shared_tensors_stay_as_transformers_writes_them(tmp_path:
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "fused")
     assert stock.lm_head.weight is stock.transformer.wte.weight
     assert stock.dtype == torch.bfloat16
+
+
+def test_what_no_configuration_says_is_not_written(folders: Path, tmp_path: Path) -> None:
+    model = nafi.load(folders / "a")
+    nafi.save(model, tmp_path / "kept")
+    model.bert.encoder.layer[0].attention.self.scaling = 9.0  # in no file
+    with pytest.raises(CheckpointError, match=r"kept is not written: .* outputs differ by"):
+        nafi.save(model, tmp_path / "kept", overwrite=True)
+    assert difference(nafi.load(tmp_path / "kept"), nafi.load(folders / "a")) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_other_weights_for_the_network_of_a_folder(tmp_path: Path) -> None:
