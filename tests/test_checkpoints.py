@@ -83,6 +83,65 @@ def test_other_networks_come_back(tmp_path: Path, name: str) -> None:
     assert len({id(p) for p in names.values()}) == len(list(model.parameters()))
 
 
+def small_bert() -> nn.Module:
+    """Its code has a fixed number of numbers for each head, and the classifier a pooler before."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24}
+    tables = {"vocab_size": 31, "max_position_embeddings": 12, "num_labels": 3}
+    return BertForSequenceClassification(BertConfig(num_hidden_layers=2, **sizes, **tables)).eval()
+
+
+def test_a_fused_bert_comes_back_at_its_heads(tmp_path: Path) -> None:
+    """Shapes tell the product of heads and their width alone; what is saved says both."""
+    models = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        models.append(small_bert())
+    words = torch.arange(10).reshape(2, 5)
+    inputs = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    result = nafi.fuse(models, inputs)
+    heads = [w for name, w in result.widths.items() if name.endswith("self.query")]
+    assert max(heads) > 4
+    assert result.widths["bert.pooler.dense"] > 16
+    file = tmp_path / "fused.safetensors"
+    for each in (result, result.model):
+        nafi.save(each, file, example_inputs=inputs, overwrite=True)
+        loaded = nafi.load(file, small_bert)
+        assert gap(loaded, result.model, (words,)) == 0
+    again = nafi.fuse([loaded, models[0]], inputs)
+    nafi.save(again, file, overwrite=True)
+    assert gap(nafi.load(file, small_bert), again.model, (words,)) == 0
+
+
+class Forgetful(nn.Module):
+    """Adds numbers that are in no file, and others whenever it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("shift", torch.randn(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.shift
+
+
+def test_what_would_not_come_back_is_not_written(tmp_path: Path) -> None:
+    file, inputs = tmp_path / "a.safetensors", (torch.zeros(2, 4),)
+    factory = "tests.test_checkpoints:Forgetful"
+    nafi.save(Forgetful(), file, factory=factory)
+    before = file.read_bytes()
+    with pytest.raises(CheckpointError, match=r"a\.safetensors is not written.*outputs differ by"):
+        nafi.save(Forgetful(), file, factory=factory, overwrite=True, verify=inputs)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(CheckpointError, match=r"is not written.*give load a factory"):
+        nafi.save(nn.Linear(4, 3), tmp_path / "b.safetensors", verify=inputs)
+    nafi.save(nn.Linear(4, 3), file, factory="torch.nn:Linear", overwrite=True)
+    with pytest.raises(CheckpointError, match="is not written"):  # Linear() lacks arguments
+        nafi.save(nn.Linear(4, 3), file, factory="torch.nn:Linear", overwrite=True, verify=inputs)
+
+
 def test_existing_files_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(b"precious")

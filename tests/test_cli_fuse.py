@@ -57,6 +57,15 @@ def picky(model):
 def silent(model):
     pass
 
+class Forgetful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = net()
+        self.register_buffer("shift", torch.randn(3), persistent=False)
+
+    def forward(self, x):
+        return self.layers(x) + self.shift
+
 def pictures():
     return nn.Sequential(
         nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
@@ -91,6 +100,20 @@ def fused(folder: Path, *more: str) -> tuple[int, str, str]:
         "fuse", *FILES, "--model", "networks:net", "--out", "g.safetensors", *more, cwd=folder
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def test_a_file_that_another_network_would_be_read_from_is_not_written(folder: Path) -> None:
+    for name in "ab":
+        state = {f"layers.{n}": t for n, t in network(0).state_dict().items()}
+        save_file(state, folder / f"{name}.safetensors")
+    (folder / "g.safetensors").write_bytes(b"precious")
+    done = run(
+        "fuse", *FILES[:2], "--model", "networks:Forgetful", "--out", "g.safetensors", "--force",
+        cwd=folder,
+    )  # fmt: skip
+    assert "is not written: read again, the network would not be the same" in done.stderr
+    assert done.returncode == 2
+    assert (folder / "g.safetensors").read_bytes() == b"precious"
 
 
 def test_a_fused_file_runs_at_its_new_widths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

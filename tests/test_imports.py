@@ -34,7 +34,23 @@ ALLOWED: dict[str, set[str]] = {
     "experiments": {"federated", "fusion", "graph", "matching", "files", "workers"},
     "reports": {"graph", "files"},
     "manifest": set(),
-    "checkpoints": {"fusion", "graph", "factories", "files", "manifest"},
+    "comparison": {"graph"},
+    "tensor_files": set(),
+    "huggingface": {"comparison", "files", "graph", "tensor_files"},
+    "model_card": {"fusion"},
+    "prefixes": set(),
+    "checkpoints": {
+        "comparison",
+        "factories",
+        "files",
+        "fusion",
+        "graph",
+        "huggingface",
+        "manifest",
+        "model_card",
+        "prefixes",
+        "tensor_files",
+    },
     "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
@@ -49,6 +65,8 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoints",
         "factories",
         "files",
+        "huggingface",
+        "model_card",
         "probes",
         "statistics_files",
     },
@@ -70,12 +88,17 @@ RESERVED = {
         "federated",
         "experiments",
         "checkpoints",
+        "comparison",
         "factories",
+        "huggingface",
         "manifest",
+        "prefixes",
         "probes",
         "statistics_files",
+        "tensor_files",
         "workers",
     },
+    "transformers": {"huggingface"},
     "flwr": {"federated"},
 }
 
@@ -255,7 +278,7 @@ def test_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text())["project"]
     import_names = {"pillow": "PIL", "scikit-learn": "sklearn", "POT": "ot"}
     declared = {}
-    for extra in ("flower", "lab", "ot"):
+    for extra in ("flower", "hf", "lab", "ot"):
         for requirement in project["optional-dependencies"][extra]:
             name = re.match(r"[\w-]+", requirement)
             assert name is not None

@@ -1,8 +1,8 @@
-"""Networks in files.
+"""Networks in files and in Hugging Face folders.
 
-Hides: safetensors, torch's own format, and how a network is rebuilt at the widths that it was saved
-with. Promises: nothing is ever unpickled; a file that cannot be used raises `CheckpointError` with
-its name and what to do; files are written completely or not at all.
+Hides: the formats, and how a network is rebuilt at the widths that it was saved with. Promises:
+nothing is ever unpickled; a file that cannot be used raises `CheckpointError` with its name and
+what to do; files and folders are written completely or not at all.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from nafi.comparison import check_written
 from nafi.errors import CheckpointError, InputError, SpecError, few, unlike
 from nafi.factories import call_factory, load_factory, resolve_inputs
 from nafi.files import atomic_path
@@ -34,18 +34,32 @@ from nafi.graph import (
     copy_network,
     fold_batchnorm,
     groups,
+    has_lazy_layers,
+    materialise,
     named_tensors,
     rebuild,
     shared_names,
     unwrapped,
 )
+from nafi.huggingface import (
+    config_of,
+    fill_network,
+    is_folder,
+    is_pretrained,
+    load_folder,
+    make_inputs,
+    make_network,
+    read_config,
+    read_weights,
+    save_folder,
+    unlike_companions,
+)
 from nafi.manifest import Described, Manifest
+from nafi.model_card import Origin, model_card
+from nafi.prefixes import without_prefix
+from nafi.tensor_files import read_tensors
 
 _KEY = "nafi"
-# What people call the weights in a file that holds more than weights.
-_NESTED = ("state_dict", "model_state_dict", "model")
-# What torch.compile, DataParallel and Opacus put before every name.
-_WRAPPERS = ("_orig_mod.", "module.", "_module.")
 
 
 def save(
@@ -57,20 +71,49 @@ def save(
     class_counts: Sequence[float] | None = None,
     sample_count: float | None = None,
     overwrite: bool = False,
+    verify: Inputs | None = None,
+    files_from: str | Path | None = None,
+    card: str | None = None,
 ) -> None:
     """Write a model, or the result of `nafi.fuse`, with all that `nafi.load` needs.
 
+    A network of transformers becomes a Hugging Face folder, which is always verified, unless the
+    path ends in .safetensors; its configuration then stands for a factory.
+
     factory: "package.module:function" that makes the network; if None, `load` must be given one
     class_counts: (K,) samples per class, sample_count: all samples; `nafi fuse` reads them
+    verify: inputs on which the network must do the same once it is read again, before the file
+        takes its name; else nothing is written
+    files_from: for a folder, another one whose tokenizer and preprocessor files are copied
+    card: for a folder, the text of its README.md, instead of what a result knows of itself
     """
     result = model if isinstance(model, FusionResult) else None
     network = result.model if result is not None else model
     target = Path(path)
-    if target.exists() and not overwrite:
-        raise InputError(f"{target} exists already; choose another name, or overwrite it")
     if not isinstance(network, nn.Module):
         raise InputError(f"model: found {type(network).__name__}, expected a network")
     network = unwrapped(network)
+    if is_folder_name(target) and is_pretrained(network):
+        if factory is not None or class_counts is not None or sample_count is not None:
+            raise InputError(f"{target}: a folder holds no factory and no counts; save a file")
+        if result is not None and result.spec is not None and result.spec.folded:
+            raise InputError(
+                f"{target}: a folder needs normalisation; fuse with batchnorm='attach'"
+            )
+        save_folder(
+            network,
+            target,
+            spec=None if result is None else result.spec,
+            example_inputs=example_inputs if verify is None else verify,
+            files_from=None if files_from is None else Path(files_from),
+            texts=_card_of(result, target) if card is None else {"README.md": card},
+            overwrite=overwrite,
+        )
+        return
+    if files_from is not None or card is not None:
+        raise InputError(f"{target}: files_from and card are for Hugging Face folders")
+    if target.exists() and not overwrite:
+        raise InputError(f"{target} exists already; choose another name, or overwrite it")
     if factory is not None and (not isinstance(factory, str) or ":" not in factory):
         raise InputError(f"factory: found {factory!r}, expected 'package.module:function'")
     counts = None if class_counts is None else _check_counts(class_counts, "class_counts")
@@ -100,9 +143,29 @@ def save(
         aliases=aliases or None,
         members=None if several is None else _describe_members(several, bodies),
         average=None if several is None else several.average,
+        config=_config(network) if factory is None else None,
     )
     with atomic_path(target) as partial:
         save_file(state, partial, metadata={_KEY: manifest.to_json()})
+        if verify is not None:
+            check_written(partial, target, load, network, verify)
+
+
+def is_folder_name(path: Path) -> bool:
+    """Whether a network of transformers is written to a folder under this name."""
+    return path.suffix != ".safetensors"
+
+
+def _card_of(result: FusionResult | None, target: Path) -> dict[str, str]:
+    if result is None:
+        return {}
+    return {"README.md": model_card(result, target, Origin(), hub=True)}
+
+
+def _config(network: nn.Module) -> dict[str, Any] | None:
+    """What makes the network, or each of several side by side, if it is one of transformers."""
+    one = network.models[0] if isinstance(network, EnsembleNetwork) else network
+    return config_of(one) if isinstance(one, nn.Module) and is_pretrained(one) else None
 
 
 def _describe_members(network: EnsembleNetwork, bodies: Sequence[Body]) -> list[dict[str, Any]]:
@@ -118,12 +181,15 @@ def save_changed(
     source: str | Path, model: nn.Module, target: str | Path, *, overwrite: bool = False
 ) -> None:
     """Write the network of a checkpoint with other weights, and all else that its file says."""
+    if Path(source).is_dir():
+        save(model, target, overwrite=overwrite)
+        return
     state, manifest = read(source)
     path = Path(target)
     if path.exists() and not overwrite:
         raise InputError(f"{path} exists already; choose another name, or overwrite it")
     tensors = named_tensors(model)
-    kept = _unwrap(state, tensors)
+    kept = without_prefix(state, tensors, None, str(source))
     changed = {name: tensors[name].detach().cpu().contiguous() for name in kept}
     with atomic_path(path) as partial:
         save_file(changed, partial, metadata={_KEY: manifest.to_json()})
@@ -139,84 +205,131 @@ def _check_counts(values: Sequence[float], name: str) -> list[float]:
     return numbers
 
 
-def load(path: str | Path, factory: str | Callable[[], nn.Module] | None = None) -> nn.Module:
+def load(
+    path: str | Path,
+    factory: str | Callable[[], nn.Module] | None = None,
+    *,
+    strip_prefix: str | None = None,
+) -> nn.Module:
     """The network of a checkpoint, at the widths it was saved with, in eval mode.
 
+    path: a file, or a Hugging Face folder, whose configuration makes the network
     factory: makes the network, instead of the one that the file names: a function without
         arguments, or its name, "package.module:function".
+    strip_prefix: what stands before the names of the network's tensors in the file, as "model" in
+        checkpoints of Lightning; guessed if None
     """
+    if factory is None and is_folder(Path(path)):
+        return load_folder(Path(path))
     state, manifest = read(path)
     factory = factory if factory is not None else manifest.factory
     inputs: Inputs | None = manifest.example_inputs()
+    if factory is None and manifest.config is not None:
+        return _from_config(state, manifest, str(path))
     if factory is None:
         raise CheckpointError(f"{path} does not say what makes its network; give load a factory")
     if not isinstance(factory, str):
-        return restore(call_factory(factory), state, manifest, inputs, str(path))
-    model, example_inputs = load_factory(factory)
-    if not inputs and example_inputs is not None:
-        inputs = resolve_inputs([], example_inputs)
-    return restore(model, state, manifest, inputs, str(path))
+        model = call_factory(factory)
+    else:
+        model, example_inputs = load_factory(factory)
+        if not inputs and example_inputs is not None:
+            inputs = resolve_inputs([], example_inputs)
+    return restore(model, state, manifest, inputs, str(path), strip_prefix)
+
+
+def _from_config(state: Mapping[str, Tensor], manifest: Manifest, label: str) -> nn.Module:
+    """The network of a file that holds the configuration of one of transformers."""
+    assert manifest.config is not None
+    numbers = sum(tensor.numel() for tensor in state.values())
+    network = make_network(manifest.config, label, numbers)
+    inputs = manifest.example_inputs() or make_inputs(network)
+    return restore(network, state, manifest, inputs, label)
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], Manifest]:
     """The tensors of a file under the names it has for them, and its manifest, perhaps empty.
 
-    Reads safetensors, and files of torch.save that hold tensors only (`weights_only=True`).
+    Reads safetensors, files of torch.save that hold tensors only (`weights_only=True`), and Hugging
+    Face folders.
     """
     file = Path(path)
-    if not file.is_file():
-        kind = "is a folder" if file.is_dir() else "does not exist"
-        raise CheckpointError(f"{file} {kind}; expected a checkpoint")
-    with file.open("rb") as handle:
-        first_bytes = handle.read(9)
-    if first_bytes[8:9] == b"{":
-        return _read_safetensors(file)
-    if first_bytes[:2] == b"PK" or first_bytes[:1] == b"\x80":
-        return _read_torch(file), Manifest()
-    raise CheckpointError(
-        f"{file} is neither a safetensors file nor one of torch.save; was it cut off or renamed?"
-    )
+    if file.is_dir():
+        config = read_config(file)
+        return read_weights(file), Manifest(config=config)
+    state, metadata = read_tensors(file)
+    try:
+        manifest = Manifest.from_json(metadata[_KEY]) if metadata.get(_KEY) else Manifest()
+    except ValueError as error:
+        raise CheckpointError(f"{file} has a manifest that cannot be read: {error}") from None
+    missing = [name for name in (manifest.aliases or {}).values() if name not in state]
+    if missing:
+        raise CheckpointError(f"{file} lacks {few(missing)}, to which its aliases refer")
+    return state, manifest
 
 
 @dataclass(frozen=True, eq=False)
 class ClientFiles:
-    """Several checkpoints of one architecture, and what they say about their data."""
+    """Several checkpoints of one architecture, and what they say about their data.
+
+    factory: makes their network; None if their configurations do
+    folders: those that are Hugging Face folders
+    """
 
     models: list[nn.Module]
     example_inputs: Inputs
-    factory: str
+    factory: str | None
     class_counts: list[list[float]] | None
     sample_counts: list[float] | None
+    folders: list[Path]
 
 
 def load_clients(
-    paths: Sequence[str | Path], factory: str | None, shapes: Sequence[str] = ()
+    paths: Sequence[str | Path],
+    factory: str | None,
+    shapes: Sequence[str] = (),
+    strip_prefix: str | None = None,
 ) -> ClientFiles:
     """Read the checkpoints of clients, each at its own widths.
 
     factory: "package.module:function"; if None, the one that the files name
     shapes: of the inputs, without the batch, like "3,32,32"; if empty, from a function
         example_inputs() beside the factory, or from the files
+    strip_prefix: what stands before the names of tensors in the files; guessed if None
     """
     files = [read(path) for path in paths]
     manifests = [manifest for _, manifest in files]
     factory = factory or next((m.factory for m in manifests if m.factory), None)
-    if factory is None:
-        raise InputError("the checkpoints do not say what makes their network: give --model")
     for path, manifest in zip(paths, manifests, strict=True):
         if manifest.members is not None:
             raise InputError(f"{path} is several networks side by side; fuse its clients instead")
-    inputs = _client_inputs(factory, shapes, manifests)
-    models = [
-        restore(load_factory(factory)[0], state, manifest, inputs, str(path))
-        for path, (state, manifest) in zip(paths, files, strict=True)
-    ]
+        if factory is None and manifest.config is None:
+            raise InputError(f"{path} does not say what makes its network: give --model")
+    folders = [Path(path) for path in paths if Path(path).is_dir()]
+    difference = unlike_companions(folders)
+    if difference:
+        text = f"{difference}: fuse networks that count words in the same way only"
+        warnings.warn(text, FusionWarning, stacklevel=2)
+    if factory is None:
+        models = [
+            fill_network(manifest.config or {}, state, str(path))
+            if Path(path).is_dir()
+            else _from_config(state, manifest, str(path))
+            for path, (state, manifest) in zip(paths, files, strict=True)
+        ]
+        inputs: Inputs = resolve_inputs(shapes, lambda: make_inputs(models[0]))
+    else:
+        inputs = _client_inputs(factory, shapes, manifests)
+        models = [
+            restore(load_factory(factory)[0], state, manifest, inputs, str(path), strip_prefix)
+            for path, (state, manifest) in zip(paths, files, strict=True)
+        ]
     return ClientFiles(
         models,
         _like_weights(inputs, models[0]),
         factory,
         _from_all(paths, [m.class_counts for m in manifests], "class counts"),
         _from_all(paths, [m.sample_count for m in manifests], "sample counts"),
+        folders,
     )
 
 
@@ -258,17 +371,19 @@ def restore(
     manifest: Manifest,
     example_inputs: Inputs | None,
     label: str,
+    prefix: str | None = None,
 ) -> nn.Module:
     """The network with these tensors, at their widths and dtypes; changes the network in place.
 
-    What torch.compile or DataParallel put around it is taken off. label: what errors call the file.
+    What torch.compile or DataParallel put around it is taken off. label: what errors call the file;
+    prefix: what stands before the names in it; guessed if None.
     """
-    model = unwrapped(model)
+    model = _materialised(unwrapped(model), example_inputs, label)
     tensors = named_tensors(model)
     shared = {other: state[name] for other, name in (manifest.aliases or {}).items()}
     if manifest.members is not None:
         return _side_by_side(model, {**state, **shared}, manifest, example_inputs, label)
-    state = _unwrap({**state, **shared}, tensors)
+    state = without_prefix({**state, **shared}, tensors, prefix, label)
     if _shapes(tensors) != _shapes(state):
         if _loads_by_itself(model, state):
             return model.eval()
@@ -282,6 +397,18 @@ def restore(
         for name, tensor in named_tensors(model).items():
             tensor.copy_(state[name])
     return model.eval()
+
+
+def _materialised(model: nn.Module, inputs: Inputs | None, label: str) -> nn.Module:
+    """The network with sizes for all its layers."""
+    if has_lazy_layers(model):
+        if inputs is None:
+            raise CheckpointError(
+                f"{label}: the network has lazy layers, which need example inputs: write a "
+                "function example_inputs() beside the factory"
+            )
+        materialise(model, inputs)
+    return model
 
 
 def _side_by_side(
@@ -397,19 +524,17 @@ def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], lab
     if difference:
         raise CheckpointError(
             f"{label} is not a checkpoint of this network: it {difference}; is the factory the "
-            "right one?"
+            f"right one?{_prefix_hint(state, tensors)}"
         )
 
 
-def _unwrap(state: Mapping[str, Tensor], names: Mapping[str, object]) -> dict[str, Tensor]:
-    """Take off what wrappers put before every name, until a name is one of the network's."""
-    state = dict(state)
-    while state and not state.keys() & names.keys():
-        prefix = next((p for p in _WRAPPERS if all(name.startswith(p) for name in state)), None)
-        if prefix is None:
-            break
-        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    return state
+def _prefix_hint(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
+    """What to do about names that all begin with the same attribute, as in files of Lightning."""
+    first = {name.partition(".")[0] for name in state}
+    own = {name.partition(".")[0] for name in tensors}
+    if len(first) != 1 or first & own:
+        return ""
+    return f" If its names stand behind {first.pop()}. there, give --strip-prefix"
 
 
 def _describe(inputs: Inputs | None) -> list[Described] | dict[str, Described] | None:
@@ -425,44 +550,3 @@ def _shape(value: Tensor | bool | None) -> Described:
     if not isinstance(value, Tensor):
         return value
     return list(value.shape), str(value.dtype).removeprefix("torch.")
-
-
-def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], Manifest]:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            metadata = handle.metadata() or {}
-            state = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; was it cut off?") from None
-    if not state:
-        raise CheckpointError(f"{file} holds no tensors")
-    try:
-        manifest = Manifest.from_json(metadata[_KEY]) if metadata.get(_KEY) else Manifest()
-    except ValueError as error:
-        raise CheckpointError(f"{file} has a manifest that cannot be read: {error}") from None
-    missing = [name for name in (manifest.aliases or {}).values() if name not in state]
-    if missing:
-        raise CheckpointError(f"{file} lacks {few(missing)}, to which its aliases refer")
-    return state, manifest
-
-
-def _read_torch(file: Path) -> dict[str, Tensor]:
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch finds wrong with the file
-        raise CheckpointError(
-            f"{file} cannot be read with weights_only=True ({type(error).__name__}): it is cut off "
-            "or holds more than tensors; save model.state_dict(), nothing else is ever unpickled"
-        ) from None
-    for key in _NESTED:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping) or not content:
-        raise CheckpointError(f"{file} holds {type(content).__name__}, expected a state dict")
-    for name, value in content.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{file}: {name} is {type(value).__name__}, expected tensors only; save "
-                "model.state_dict()"
-            )
-    return {name: value.detach() for name, value in content.items()}

@@ -29,6 +29,7 @@ EXTRAS = {
     **dict.fromkeys(("jinja2", "matplotlib", "PIL", "pooch", "pydantic", "sklearn"), "lab"),
     "flwr": "flower",
     "ot": "ot",
+    "transformers": "hf",
 }
 
 

@@ -39,6 +39,7 @@ class Manifest:
     aliases: other name -> stored name of shared tensors, which are stored once
     members: spec and folded of each network, for several that run side by side
     average: what is added up of these: logits, or probabilities
+    config: what makes a network of transformers, as config.json has it, instead of a factory
     """
 
     factory: str | None = None
@@ -51,6 +52,7 @@ class Manifest:
     aliases: Mapping[str, str] | None = None
     members: Sequence[Mapping[str, Any]] | None = None
     average: str | None = None
+    config: Mapping[str, Any] | None = None
     version: str = __version__
 
     def to_json(self) -> str:
@@ -183,5 +185,6 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "aliases": (_is_object_of(_is_text), "a name for each name"),
     "members": (_is_members, "a list of objects of spec and folded"),
     "average": (_is_average, "logits or probabilities"),
+    "config": (_is_object, "a JSON object"),
     "version": (_is_text, "text"),
 }

@@ -26,6 +26,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from flwr.clientapp import ClientApp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import BertConfig, BertForSequenceClassification
 
 import nafi
 from nafi.checkpoints import read
@@ -207,6 +208,45 @@ def models(data: st.DataObject) -> None:
 
 
 @cache
+def hugging_face() -> tuple[Path, Any, Any]:
+    """A folder with its weights in several files; its configuration and its index."""
+    path = folder() / "bert"
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 6, "num_labels": 3}
+    tables = {"vocab_size": 11, "max_position_embeddings": 6}
+    config = BertConfig(num_hidden_layers=1, **sizes, **tables)
+    BertForSequenceClassification(config).save_pretrained(path, max_shard_size="1KB")
+    texts = [(path / name).read_text() for name in ("config.json", INDEX)]
+    return path, *map(json.loads, texts)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def hugging_face_folders(data: st.DataObject) -> None:
+    """A configuration or an index that is almost right; no case may run long or take much memory.
+
+    Configurations hold many values that do not matter: most cases change those that do.
+    """
+    path, config, index = hugging_face()
+    name = data.draw(st.sampled_from(["config.json", "config.json", INDEX]))
+    written = {"config.json": config, INDEX: index}
+    key = data.draw(st.sampled_from(["", *sorted(config)]))
+    if name == "config.json" and key:
+        written[name] = {**config, key: data.draw(junk())}
+    else:
+        written[name] = data.draw(edited(written[name]))
+    for file, content in written.items():
+        text = json.dumps(content).encode("utf-8", "surrogatepass")
+        changed = file == name and data.draw(st.booleans())
+        (path / file).write_bytes(data.draw(edited_bytes(text)) if changed else text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nafi.load(path)
+    assert type(model).__module__.startswith("transformers.models.")
+    assert sum(p.numel() for p in model.parameters()) < 10**5
+
+
+@cache
 def sums_bytes() -> tuple[torch.nn.Module, bytes]:
     torch.manual_seed(0)
     model, path = Small(), folder() / "whole.stats"
@@ -309,6 +349,7 @@ READERS: dict[Callable[[st.DataObject], None], bool] = {
     task_bytes: True,
     checkpoints_of_runs: True,
     models: True,
+    hugging_face_folders: True,
     specs: True,
     configurations: True,
     records: True,

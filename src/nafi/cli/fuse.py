@@ -13,19 +13,35 @@ import typer
 from rich.console import Console
 
 from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar, tell
+from nafi.cli.outputs import (
+    card_of,
+    check_folder_method,
+    check_outputs,
+    is_folder_output,
+    keep_to_fields,
+)
 from nafi.errors import InputError, require
 
 if TYPE_CHECKING:
     from nafi.checkpoints import ClientFiles
     from nafi.fusion import FusionResult, Validate
+    from nafi.model_card import Origin
 
 
 @app.command()
 def fuse(
     checkpoints: Annotated[
-        list[Path], typer.Argument(help="Two or more files: safetensors, or torch.save of tensors.")
+        list[Path],
+        typer.Argument(
+            help="Two or more files, safetensors or torch.save of tensors; or Hugging Face folders."
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="The file to write, .safetensors.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The file to write, .safetensors; or a folder, if all checkpoints are folders."
+        ),
+    ],
     model: Annotated[
         str | None,
         typer.Option(help="package.module:factory; not needed if the checkpoints say it."),
@@ -112,6 +128,14 @@ def fuse(
         ),
     ] = False,
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
+    strip_prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="What stands before the network's names in the files, like model in Lightning's "
+            "checkpoints. Default: guessed, and said.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="nafi, pfnm, rebasin: the order of the models.")
     ] = None,
@@ -121,16 +145,16 @@ def fuse(
 ) -> None:
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
     from nafi.checkpoints import load_clients
-    from nafi.files import check_writable, read_json
+    from nafi.files import read_json
     from nafi.fusion import BUDGETS, make_method
     from nafi.fusion import frontier as try_budgets
     from nafi.fusion import fuse as fuse_models
+    from nafi.model_card import Origin
 
-    _check_targets(out, report, checkpoints)
+    as_folder = is_folder_output(out, checkpoints)
+    check_outputs(out, {"--report": report} if report else {}, checkpoints, force)
     # Whoever names no inputs has none, most likely; "none" is for those who want none.
     unnamed, probe = probe is None, None if probe == "none" else probe
-    for target in filter(None, [out, report]):
-        check_writable(target, force)
     if report is not None:
         require("jinja2")
     if distill and (probe is None or frontier):
@@ -151,6 +175,7 @@ def fuse(
         command_options["budget"] = budget[0] if len(budget) == 1 else budget
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
+    settings = {} if frontier else chosen.settings()
     if validate is None:
         chosen.check_one_variant()
     if class_counts is not None and sample_counts is not None:
@@ -160,10 +185,15 @@ def fuse(
         raise InputError(
             "an ensemble is several models, not one: --method stack writes them as one"
         )
+    if as_folder:
+        check_folder_method(out, method, budget or None, frontier, batchnorm)
     scoring = None if validate is None else _scoring(validate)
     with print_warnings():
-        files = load_clients(checkpoints, model, input_shape or [])
+        files = load_clients(checkpoints, model, input_shape or [], strip_prefix)
         inputs = _inputs("auto" if unnamed else probe, files)
+        spec = None
+        if as_folder:
+            chosen, spec = keep_to_fields(chosen, files)
     # What files know of their data is used where the method can; what the user gives must be.
     known: dict[str, Any] = {
         "class_counts": files.class_counts,
@@ -186,7 +216,7 @@ def fuse(
             )
             result, points = tried.best, tried.to_dict()
         else:
-            common["distill"] = distill
+            common |= {"distill": distill, "spec": spec}
             result = fuse_models(files.models, files.example_inputs, chosen, **common, **used)
     if require_better and result.scores is not None and not result.scores.better:
         _tell(result, None, None, as_json, points)
@@ -194,7 +224,8 @@ def fuse(
         raise typer.Exit(3)
     if unnamed and result.diagnostics["probe"] == "noise":
         tell(_MADE_UP)
-    _save(result, out, files, known | used, overwrite=force)
+    origin = Origin([str(path) for path in checkpoints], _command(), settings)
+    _save(result, out, files, known | used, origin, overwrite=force)
     if report is not None:
         _write_page(result, out, report, points)
     _tell(result, out, report, as_json, points)
@@ -243,12 +274,31 @@ def _inputs(probe: str | None, files: ClientFiles) -> Any:
 
 
 def _save(
-    result: FusionResult, out: Path, files: ClientFiles, known: dict[str, Any], overwrite: bool
+    result: FusionResult,
+    out: Path,
+    files: ClientFiles,
+    known: dict[str, Any],
+    origin: Origin,
+    overwrite: bool,
 ) -> None:
-    """Write the fused network, with the sums of what is known of the clients' data."""
+    """Write the fused network, its card, and the sums of what is known of the clients' data."""
     from nafi.checkpoints import save
+    from nafi.files import write_text
+    from nafi.model_card import model_card
 
     counts, samples = known["class_counts"], known["sample_counts"]
+    as_folder = is_folder_output(out, files.folders or [out])
+    card = model_card(result, out, origin, hub=as_folder)
+    if as_folder:
+        save(
+            result,
+            out,
+            files_from=files.folders[0],
+            card=card,
+            verify=files.example_inputs,
+            overwrite=overwrite,
+        )
+        return
     save(
         result,
         out,
@@ -259,7 +309,9 @@ def _save(
         else [sum(map(float, column)) for column in zip(*counts, strict=True)],
         sample_count=None if samples is None else sum(samples),
         overwrite=overwrite,
+        verify=files.example_inputs,
     )
+    write_text(card_of(out), card)
 
 
 def _numbers(text: str) -> list[int]:
@@ -271,16 +323,9 @@ def _numbers(text: str) -> list[int]:
         ) from None
 
 
-def _check_targets(out: Path, report: Path | None, checkpoints: list[Path]) -> None:
-    """Refuse to write over a checkpoint, and files that are not what they are called."""
-    taken = [path.resolve() for path in checkpoints]
-    for option, path, suffix in [("--out", out, ".safetensors"), ("--report", report, ".html")]:
-        if path is None:
-            continue
-        if path.resolve() in taken:
-            raise InputError(f"{option}: {path} is one of the checkpoints; give another name")
-        if path.suffix != suffix:
-            raise InputError(f"{option}: found {path}, expected a name that ends in {suffix}")
+def _command() -> str:
+    """The command line that is running."""
+    return "nafi " + shlex.join(sys.argv[1:])
 
 
 def _title(result: FusionResult) -> str:
@@ -294,7 +339,7 @@ def _write_page(
     from nafi.reports import write_fusion_page
 
     facts = {
-        "command": "nafi " + shlex.join(sys.argv[1:]),
+        "command": _command(),
         "seconds": f"{result.diagnostics['seconds']:.1f}",
         "size": _size(result),
         "probe": result.diagnostics["probe"],
@@ -351,6 +396,8 @@ def _tell(
         console.print(frontier_table(points))
     written = f': nafi.load("{out}")' if out is not None else ""
     lines = [f"{title} in {seconds:.1f} s{written}", _size(result)]
+    if out is not None:
+        lines.append(f"Its card is in {card_of(out)}")
     if report is not None:
         lines.append(f"The page is in {report}")
     found = verdict(result)
@@ -371,6 +418,7 @@ def _as_data(result: FusionResult, out: Path | None) -> dict[str, Any]:
         **facts,
         "groups": result.summary(),
         "checkpoint": None if out is None else str(out),
+        "card": None if out is None else str(card_of(out)),
         "scores": None if result.scores is None else result.scores.to_dict(),
         "agreement": None if result.agreement is None else result.agreement.to_dict(),
         "fits": {name: asdict(fit) for name, fit in result.fits.items()},

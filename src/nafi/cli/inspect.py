@@ -20,11 +20,13 @@ def inspect(
     """Show the neuron groups of a network: which axes of its parameters belong together."""
     from nafi.cli.tables import spec_json, spec_tables
     from nafi.factories import load_factory, resolve_inputs
-    from nafi.graph import groups
+    from nafi.graph import groups, materialise
 
     network, example_inputs = load_factory(model)
+    inputs = resolve_inputs(input_shape or [], example_inputs)
+    materialise(network, inputs)
     with print_warnings():
-        spec = groups(network, resolve_inputs(input_shape or [], example_inputs))
+        spec = groups(network, inputs)
     coverage = spec.coverage(network.state_dict())
     if as_json:
         typer.echo(json.dumps(spec_json(spec, coverage), indent=2))

@@ -40,7 +40,15 @@ from nafi.fusion.probe import (
 from nafi.fusion.registry import make_method
 from nafi.fusion.result import FusionResult
 from nafi.fusion.synthetic import synthetic_probe
-from nafi.graph import Inputs, ModelSpec, Normalisation, calibrate, call, check_inputs
+from nafi.graph import (
+    Inputs,
+    ModelSpec,
+    Normalisation,
+    calibrate,
+    call,
+    check_inputs,
+    materialise,
+)
 from nafi.options import whole
 
 # What is done to a result, one after the other, once a method has made it.
@@ -114,6 +122,8 @@ def fuse(
     )
     clients = check_clients(models, class_counts, sample_counts, names, input_moments)
     check_inputs(example_inputs)
+    for model in clients.models:  # weights that were loaded leave lazy layers without their sizes
+        materialise(model, example_inputs)
     if spec is not None and not isinstance(spec, ModelSpec):
         raise InputError(f"spec: found {type(spec).__name__}, expected a ModelSpec of nafi.groups")
     _check_functions(progress=progress, validate=validate)

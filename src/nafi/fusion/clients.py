@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, unlike
-from nafi.graph import ModelSpec, TensorSpec, holds_numbers, named_tensors, unwrapped
+from nafi.graph import (
+    ModelSpec,
+    TensorSpec,
+    holds_numbers,
+    lacks_weights,
+    named_tensors,
+    unwrapped,
+)
 
 Array = npt.NDArray[np.float64]
 
@@ -114,6 +121,11 @@ def check_clients(
     for model, label in zip(models, labels, strict=True):
         if not isinstance(model, nn.Module):
             raise InputError(f"{label}: found {type(model).__name__}, expected an nn.Module")
+        if lacks_weights(model):
+            raise InputError(
+                f"{label} has lazy layers that never ran, so it has no weights to fuse; train it, "
+                "or load its weights, first"
+            )
     models = [unwrapped(model) for model in models]
     states = [named_tensors(model) for model in models]
     for state, label in zip(states, labels, strict=True):

@@ -132,6 +132,8 @@ class Descent:
 
     def _equalise(self) -> None:
         """Give groups that are tied widths that agree; places that nobody owns are zero."""
+        if self.widths == self.networks.spec.widths:
+            return  # a client has them, so they agree
         for tie in self.networks.tied_widths:
             for name, width in equal_widths(tie, self.widths).items():
                 for placements in self.placements:

@@ -47,6 +47,11 @@ def width_limits(
     if isinstance(max_width, Mapping):
         for name in max_width:
             spec.group(name)
+    if isinstance(max_width, float) and max_width == 1.0:
+        kept = {name: set(networks.local_widths(name)) for name in spec.groups}
+        if all(len(widths) == 1 for widths in kept.values()):
+            # Nothing may grow, so what could need not be tried out.
+            return {name: width for name, (width,) in kept.items()}
     fixed = networks.fixed_widths if fixed is None else fixed
     limits = {}
     for name in spec.groups:

@@ -4,7 +4,16 @@ from nafi.graph.blocks import Block, blocks
 from nafi.graph.check import check_spec
 from nafi.graph.groups import SpecWarning, groups
 from nafi.graph.growth import Growth, growth
-from nafi.graph.inputs import Inputs, arguments, call, check_inputs, first_line, run_batches
+from nafi.graph.inputs import (
+    Inputs,
+    arguments,
+    call,
+    check_inputs,
+    first_line,
+    returned_tensors,
+    run_batches,
+)
+from nafi.graph.lazy_layers import has_lazy_layers, lacks_weights, materialise
 from nafi.graph.lift import (
     Kept,
     Placement,
@@ -86,12 +95,15 @@ __all__ = [
     "gather",
     "groups",
     "growth",
+    "has_lazy_layers",
     "holds_numbers",
     "in_order",
+    "lacks_weights",
     "lift",
     "lift_axes",
     "lift_block",
     "lifted_rows",
+    "materialise",
     "measured_moments",
     "named_tensors",
     "permute",
@@ -99,6 +111,7 @@ __all__ = [
     "random_permutations",
     "rebuild",
     "resize_state",
+    "returned_tensors",
     "rows_first",
     "rule",
     "run_batches",
