@@ -241,7 +241,7 @@ def test_a_page_is_whole(tmp_path: Path) -> None:
     assert page.tags["table"] == sum(len(section.tables) for section in found)
     assert page.fetched == []
     assert "A &amp; B" in text
-    assert '<td class="best">92.00 ± 2.83</td>' in text
+    assert '<td data-label="15 clients" class="best">92.00 ± 2.83</td>' in text
     size = next(s for s in found if s.command.startswith("nafi run mnist-size"))
     assert size.command == "nafi run mnist-size --trials 2"
     assert size.tables[0].rows[0] == (
@@ -401,6 +401,7 @@ def fusion_page(path: Path) -> str:
         path,
         [{"group": "conv", "local": [4, 4], "width": 6, "shared": [4, 2]}],
         "2 models fused by nafi",
+        "One network of 2 checkpoints.",
         {"seconds": "1.0"},
         verdict={"tone": "bad", "text": "Worse than a client.", "advice": ("try <width>",)},
         scores=scored([0.2, 0.5], 0.4, 0.3),
@@ -417,6 +418,9 @@ def test_a_page_of_a_fusion_shows_scores_and_refits(tmp_path: Path) -> None:
     assert page.tags["svg"] == 4 + 3 + 1 + 2  # scores, agreement, groups, refitted weights
     assert page.tags["td"] == 7 + 2 * 7
     assert page.fetched == []
+    parts = ["One network of 2", "Worse than a client.", "<h2>Scores", "<svg", "<table"]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)  # what it is, the score, the picture, then tables
     assert '<dt>no product</dt><dd class="names">position, token</dd>' in text
     assert "client &lt;0&gt;: 0.2" in text
     assert "<li>try &lt;width&gt;</li>" in text

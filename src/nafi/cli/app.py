@@ -6,6 +6,7 @@ result; everything else goes to standard error.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 import warnings
@@ -60,6 +61,11 @@ def main() -> None:
 def tell(text: str) -> None:
     """Print a line on standard error."""
     Console(stderr=True, highlight=False).print(f"nafi: {text}", markup=False, soft_wrap=True)
+
+
+def command_line() -> str:
+    """The command that is running, as a shell takes it."""
+    return shlex.join(["nafi", *sys.argv[1:]])
 
 
 def _version(wanted: bool) -> None:

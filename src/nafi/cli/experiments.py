@@ -7,17 +7,14 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from nafi.cli.app import AS_JSON, app, progress_bar, tell
+from nafi.cli.tables import text_table
 from nafi.errors import InputError
-
-if TYPE_CHECKING:
-    from nafi.reports import TextTable
 
 
 @app.command()
@@ -93,7 +90,7 @@ def run(
         return
     title = f"{chosen.title}: {metric_of(records)}, {len(records)} cells"
     console = Console()
-    console.print(_shown(score_table(records, title)))
+    console.print(text_table(score_table(records, title)))
     console.print(f"The records are in {file}", soft_wrap=True, markup=False)
 
 
@@ -105,17 +102,6 @@ def _resume(experiment: str, options: Mapping[str, object], problems: Sequence[s
     for option, value in options.items():
         command += [option, str(value)] if value is not None else []
     return shlex.join(command)
-
-
-def _shown(table: TextTable) -> Table:
-    """A table for the terminal, the best in bold."""
-    shown = Table(title=table.title, caption=table.note)
-    for heading in table.headings:
-        shown.add_column(heading, justify="left" if heading == "method" else "right")
-    for place, row in enumerate(table.rows):
-        texts = [f"[b]{t}[/b]" if (place, k) in table.best else t for k, t in enumerate(row)]
-        shown.add_row(*texts)
-    return shown
 
 
 @app.command()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar, tell
+from nafi.cli.app import (
+    AS_JSON,
+    INPUT_SHAPE,
+    app,
+    command_line,
+    print_warnings,
+    progress_bar,
+    tell,
+)
 from nafi.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -294,7 +300,7 @@ def _write_page(
     from nafi.reports import write_fusion_page
 
     facts = {
-        "command": "nafi " + shlex.join(sys.argv[1:]),
+        "command": command_line(),
         "seconds": f"{result.diagnostics['seconds']:.1f}",
         "size": _size(result),
         "probe": result.diagnostics["probe"],
@@ -304,6 +310,7 @@ def _write_page(
         report,
         result.summary(),
         _title(result),
+        _what(result, out),
         facts,
         verdict=asdict(verdict(result)),
         scores=None if result.scores is None else result.scores.to_dict(),
@@ -311,6 +318,15 @@ def _write_page(
         fits={name: asdict(fit) for name, fit in result.fits.items()},
         kept=result.kept,
         frontier=points,
+    )
+
+
+def _what(result: FusionResult, out: Path) -> str:
+    """The page in a sentence."""
+    models, size = result.diagnostics["models"], result.diagnostics["size"]["params_of_client"]
+    return (
+        f"This page is about {out.name}: one network that nafi made of {models} checkpoints, with "
+        f"{size:.2f} times the parameters of one of them."
     )
 
 

@@ -1,16 +1,20 @@
-"""A network's neuron groups as tables for people and as data for machines.
+"""Tables for people, and a network's neuron groups as data for machines.
 
 Hides: rich. Promises: every group with its width, block and axes, and every pinned axis with
-its reason.
+its reason; no name is cut, however narrow the terminal is.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from nafi.graph import ModelSpec
+if TYPE_CHECKING:
+    from nafi.graph import ModelSpec
+    from nafi.reports import TextTable
 
 # Axes that are inputs, outputs or positions are no news; they are summed up in one line.
 _SHOWN_PINS = 40
@@ -34,6 +38,20 @@ def spec_tables(spec: ModelSpec, title: str) -> list[Table]:
     if len(spec.pinned) > _SHOWN_PINS:
         pinned.add_row(f"and {len(spec.pinned) - _SHOWN_PINS} more (see --json)", "", "", "")
     return [groups, pinned] if spec.pinned else [groups]
+
+
+def text_table(table: TextTable, sections: Collection[int] = ()) -> Table:
+    """A table for the terminal, the best in bold; sections: rows that start a new part."""
+    shown = Table(title=table.title, caption=table.note or None)
+    for place, heading in enumerate(table.headings):
+        shown.add_column(heading, justify="left" if place == 0 else "right", overflow="fold")
+    for place, row in enumerate(table.rows):
+        texts = [
+            f"[b]{escape(text)}[/b]" if (place, column) in table.best else escape(text)
+            for column, text in enumerate(row)
+        ]
+        shown.add_row(*texts, end_section=place + 1 in sections)
+    return shown
 
 
 def spec_json(spec: ModelSpec, coverage: float) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from nafi.files import atomic_path
-from nafi.version import __version__
+from nafi.reports.pages import write_html
 
 Rows = Sequence[Mapping[str, Any]]
 Fits = Mapping[str, Mapping[str, Any]]
@@ -89,6 +88,7 @@ def write_fusion_page(
     path: Path,
     rows: Rows,
     title: str,
+    what: str,
     facts: Mapping[str, Any],
     *,
     verdict: Mapping[str, Any],
@@ -100,21 +100,19 @@ def write_fusion_page(
 ) -> None:
     """One self-contained page: how good the result is, and who shares the neurons of each group.
 
-    verdict: tone, text and advice
+    what: the page in a sentence; verdict: tone, text and advice
     scores, agreement: of clients, ensemble and fused model, as their `to_dict` gives them
     kept: weight -> why it was not refitted
     frontier: networks of other sizes, as `Frontier.to_dict` gives them
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # of nafi[lab]; tables need none
-
-    environment = Environment(
-        loader=PackageLoader("nafi.reports"), autoescape=True, undefined=StrictUndefined
-    )
     groups = [
         {"cells": _cells(row), "bars": _bars(row["shared"]), "name": row["group"]} for row in rows
     ]
-    page = environment.get_template("fusion.html").render(
+    write_html(
+        path,
+        "fusion.html",
         title=title,
+        what=what,
         verdict=verdict,
         charts=[*_score_chart(scores), *_agreement_chart(agreement, fitted=bool(fits))],
         fits=[_fit_row(name, fit) for name, fit in (fits or {}).items()],
@@ -124,11 +122,8 @@ def write_fusion_page(
         groups=groups,
         pictures=[_picture(frontier, *axis) for axis in _SIZE_AXES if frontier],
         facts=facts,
-        version=__version__,
         models=len(rows[0]["local"]) if rows else 0,
     )
-    with atomic_path(path) as partial:
-        partial.write_text(page, encoding="utf-8")
 
 
 def _picture(points: Rows, size: str, title: str) -> dict[str, Any]:
