@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import nafi
 from nafi.cli import main
-from nafi.cli.app import app, progress_bar
+from nafi.cli.app import app, command_line, progress_bar
 from nafi.cli.demo import has_desktop, open_page
+from nafi.cli.tables import spec_tables
 from nafi.fusion import METHODS, make_method
-from nafi.reports import demo_score, demo_table
+from nafi.graph import ModelSpec
+from nafi.reports import demo_score, demo_table, fits_table, fusion_table, judgement_table
 from tests.pages import Page
 
 RUN = "from nafi.cli import main; main()"
@@ -175,6 +179,80 @@ def test_unknown_command_and_version() -> None:
     assert started("demoo").returncode == 2
     done = started("--version")
     assert (done.returncode, done.stdout) == (0, f"nafi {nafi.__version__}\n")
+
+
+def test_a_mistyped_command_gets_one_suggestion() -> None:
+    for arguments, meant in [(["demoo"], "demo"), (["flower", "nw"], "new")]:
+        told = CliRunner().invoke(app, arguments).output
+        assert told.count(f"Did you mean '{meant}'?") == 1
+
+
+def test_the_package_runs_as_the_command_does() -> None:
+    """And a page it writes says so."""
+    done = subprocess.run(
+        [sys.executable, "-m", "nafi", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage: nafi [OPTIONS] COMMAND" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/usr/bin/nafi", "fuse", "my model.pt"], "nafi fuse 'my model.pt'"),
+        (["/x/nafi/__main__.py", "demo"], "python -m nafi demo"),
+    ],
+)
+def test_provenance_is_the_command_that_was_run(
+    argv: list[str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    assert command_line() == command
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
+    script = CliRunner().invoke(app, ["--show-completion"], prog_name="nafi")
+    assert script.exit_code == 0, script.output
+    assert f"_NAFI_COMPLETE=complete_{shell}" in script.output
+
+
+def test_commands_are_completed() -> None:
+    words = {"_NAFI_COMPLETE": "complete_bash", "COMP_WORDS": "nafi me", "COMP_CWORD": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", RUN],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **words},
+        check=False,
+    )
+    assert found.stdout.split() == ["methods"], found.stderr
+
+
+def test_long_names_are_not_cut_on_80_columns(tmp_path: Path) -> None:
+    """Every character is there, if on several lines."""
+    name = "encoder_of_the_first_stage.block_with_normalisation.a_layer"
+    rows = [{"group": name, "local": [64, 64], "width": 128, "shared": [100, 28]}]
+    fit = {"before": 0.5, "after": 0.1, "ridge": 1e-5, "inputs": 1024, "samples": 10**6}
+    scores = {"clients": [{"name": name, "score": 0.5}], "ensemble": None, "fused": 0.5}
+    spec = ModelSpec.from_dict(
+        {
+            "groups": {name: {"width": 4, "parent": None, "rigid": None}},
+            "axes": {f"{name}.weight": [[[name]], [[3]]]},
+        }
+    )
+    for table in [
+        fusion_table(rows, "t"),
+        fits_table({name: fit}),
+        judgement_table(scores),
+        *spec_tables(spec, "t"),
+    ]:
+        console = Console(width=80, file=io.StringIO(), color_system=None)
+        console.print(table)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "…" not in text
+        first = [line.split("│")[1].strip() for line in text.splitlines() if "│" in line]
+        assert name in "".join(first)
 
 
 def write_network(folder: Path) -> None:

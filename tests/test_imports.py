@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "probes",
         "statistics_files",
     },
+    "__main__": {"cli"},
     "__init__": {
         "matching",
         "graph",
@@ -247,6 +248,11 @@ COMMANDS = [
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     names = loaded("from nafi.cli import main; main()", *command, "--help")
     assert "typer" in names
+    assert not names & HEAVY
+
+
+def test_completion_imports_nothing_heavy() -> None:
+    names = loaded("from nafi.cli import main; main()", "--show-completion", "bash")
     assert not names & HEAVY
 
 

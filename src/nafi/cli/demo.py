@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, app, command_line, progress_bar
+from nafi.cli.app import AS_JSON, app, command_line, progress_bar, waiting
 from nafi.cli.tables import text_table
 from nafi.errors import InputError
 
@@ -38,9 +38,10 @@ def demo(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Train eight clients apart on small digits and fuse them by every method, in half a minute."""
-    from nafi.experiments import run_demo
-    from nafi.files import check_writable
-    from nafi.reports import demo_notes, demo_score, demo_table, draw_demo, write_demo_page
+    with waiting("loading PyTorch", as_json):
+        from nafi.experiments import run_demo
+        from nafi.files import check_writable
+        from nafi.reports import demo_notes, demo_score, demo_table, draw_demo, write_demo_page
 
     if out.suffix != ".html":
         raise InputError(f"--out: found {out}, expected a name that ends in .html")

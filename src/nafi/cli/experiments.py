@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, app, progress_bar, tell
+from nafi.cli.app import AS_JSON, app, progress_bar, tell, waiting
 from nafi.cli.tables import text_table
 from nafi.errors import InputError
 
@@ -47,9 +47,10 @@ def run(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Run an experiment: a JSON line for every method, trial and number of clients."""
-    from nafi.experiments import experiment_names, load_experiment, run_experiment
-    from nafi.federated import check_device
-    from nafi.reports import check_views, metric_of, score_table
+    with waiting("loading PyTorch", as_json):
+        from nafi.experiments import experiment_names, load_experiment, run_experiment
+        from nafi.federated import check_device
+        from nafi.reports import check_views, metric_of, score_table
 
     if listed:
         for name in experiment_names():
@@ -113,14 +114,16 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained page of tables and figures from run records."""
-    from nafi.experiments import find_photo, read_runs, report_of
-    from nafi.files import check_writable
-    from nafi.reports import sections, write_markdown, write_page
+    with waiting("loading PyTorch"):
+        from nafi.experiments import find_photo, read_runs, report_of
+        from nafi.files import check_writable
+        from nafi.reports import sections, write_markdown, write_page
 
     check_writable(out, overwrite=True)
     photos = find_photo if os.environ.get("NAFI_DATA") else None
-    content = sections(read_runs(results), report_of, photos)
-    write_page(out, content)
-    if markdown is not None:
-        write_markdown(markdown, content)
+    with waiting("drawing tables and figures"):
+        content = sections(read_runs(results), report_of, photos)
+        write_page(out, content)
+        if markdown is not None:
+            write_markdown(markdown, content)
     Console().print(f"The page is in {out}", soft_wrap=True, markup=False)

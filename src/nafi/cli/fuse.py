@@ -18,6 +18,7 @@ from nafi.cli.app import (
     print_warnings,
     progress_bar,
     tell,
+    waiting,
 )
 from nafi.errors import InputError, require
 
@@ -126,11 +127,12 @@ def fuse(
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
-    from nafi.checkpoints import load_clients
-    from nafi.files import check_writable, read_json
-    from nafi.fusion import BUDGETS, make_method
-    from nafi.fusion import frontier as try_budgets
-    from nafi.fusion import fuse as fuse_models
+    with waiting("loading PyTorch", as_json):
+        from nafi.checkpoints import load_clients
+        from nafi.files import check_writable, read_json
+        from nafi.fusion import BUDGETS, make_method
+        from nafi.fusion import frontier as try_budgets
+        from nafi.fusion import fuse as fuse_models
 
     _check_targets(out, report, checkpoints)
     # Whoever names no inputs has none, most likely; "none" is for those who want none.
@@ -167,7 +169,7 @@ def fuse(
             "an ensemble is several models, not one: --method stack writes them as one"
         )
     scoring = None if validate is None else _scoring(validate)
-    with print_warnings():
+    with print_warnings(), waiting("reading checkpoints", as_json):
         files = load_clients(checkpoints, model, input_shape or [])
         inputs = _inputs("auto" if unnamed else probe, files)
     # What files know of their data is used where the method can; what the user gives must be.

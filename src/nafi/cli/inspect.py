@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings
+from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, waiting
 
 
 @app.command()
@@ -18,12 +18,13 @@ def inspect(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Show the neuron groups of a network: which axes of its parameters belong together."""
-    from nafi.cli.tables import spec_json, spec_tables
-    from nafi.factories import load_factory, resolve_inputs
-    from nafi.graph import groups
+    with waiting("loading PyTorch", as_json):
+        from nafi.cli.tables import spec_json, spec_tables
+        from nafi.factories import load_factory, resolve_inputs
+        from nafi.graph import groups
 
     network, example_inputs = load_factory(model)
-    with print_warnings():
+    with print_warnings(), waiting("finding the neuron groups", as_json):
         spec = groups(network, resolve_inputs(input_shape or [], example_inputs))
     coverage = spec.coverage(network.state_dict())
     if as_json:

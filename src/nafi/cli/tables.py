@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from nafi.reports import terminal_table
+
 if TYPE_CHECKING:
     from nafi.graph import ModelSpec
     from nafi.reports import TextTable
@@ -22,19 +24,17 @@ _SHOWN_PINS = 40
 
 def spec_tables(spec: ModelSpec, title: str) -> list[Table]:
     """One table of groups; one of what stays in its order, if anything does."""
-    groups = Table(title=f"Neuron groups of {title}")
-    for heading in ["group", "width", "block", "tensors and axes", "note"]:
-        groups.add_column(heading, justify="right" if heading in ("width", "block") else "left")
+    headings = ["group", "width", "block", "tensors and axes", "note"]
+    groups = terminal_table(f"Neuron groups of {title}", headings, texts=headings[3:])
     for name, group in spec.groups.items():
         note = f"within each of {group.parent}" if group.parent else ""
         if group.rigid:
             note = "; ".join(filter(None, [note, f"width fixed by {group.rigid}"]))
-        groups.add_row(name, str(group.width), _block(spec, name), _places(spec, name), note)
-    pinned = Table(title="Left in their order")
-    for heading in ["tensor", "axis", "size", "why"]:
-        pinned.add_column(heading, justify="right" if heading in ("axis", "size") else "left")
+        cells = name, str(group.width), _block(spec, name), _places(spec, name), note
+        groups.add_row(*map(escape, cells))
+    pinned = terminal_table("Left in their order", ["tensor", "axis", "size", "why"], ["why"])
     for pin in spec.pinned[:_SHOWN_PINS]:
-        pinned.add_row(pin.tensor, str(pin.axis), str(pin.size), pin.reason)
+        pinned.add_row(*map(escape, (pin.tensor, str(pin.axis), str(pin.size), pin.reason)))
     if len(spec.pinned) > _SHOWN_PINS:
         pinned.add_row(f"and {len(spec.pinned) - _SHOWN_PINS} more (see --json)", "", "", "")
     return [groups, pinned] if spec.pinned else [groups]
@@ -42,9 +42,8 @@ def spec_tables(spec: ModelSpec, title: str) -> list[Table]:
 
 def text_table(table: TextTable, sections: Collection[int] = ()) -> Table:
     """A table for the terminal, the best in bold; sections: rows that start a new part."""
-    shown = Table(title=table.title, caption=table.note or None)
-    for place, heading in enumerate(table.headings):
-        shown.add_column(heading, justify="left" if place == 0 else "right", overflow="fold")
+    shown = terminal_table(table.title, table.headings)
+    shown.caption = table.note or None
     for place, row in enumerate(table.rows):
         texts = [
             f"[b]{escape(text)}[/b]" if (place, column) in table.best else escape(text)

@@ -24,6 +24,7 @@ __all__ = [
     "metric_of",
     "score_table",
     "sections",
+    "terminal_table",
     "write_demo_page",
     "write_fusion_page",
     "write_markdown",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         write_fusion_page,
     )
     from nafi.reports.records import TextTable, metric_of, score_table
+    from nafi.reports.terminal import terminal_table
     from nafi.reports.views import check_views
 else:  # `nafi fuse` prints a table without importing matplotlib
     __getattr__, __dir__ = lazy_names(
@@ -64,6 +66,7 @@ else:  # `nafi fuse` prints a table without importing matplotlib
                 "write_fusion_page",
             ],
             "records": ["TextTable", "metric_of", "score_table"],
+            "terminal": ["terminal_table"],
             "views": ["check_views"],
         },
     )
