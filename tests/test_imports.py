@@ -38,6 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
+    "headers": {"files"},
+    "recipes": {"files", "headers"},
     "probes": {"checkpoints", "factories", "fusion", "graph"},
     "cli": {
         "matching",
@@ -49,7 +51,9 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoints",
         "factories",
         "files",
+        "headers",
         "probes",
+        "recipes",
         "statistics_files",
     },
     "__main__": {"cli"},

@@ -20,6 +20,7 @@ from nafi.cli.app import (
     tell,
     waiting,
 )
+from nafi.cli.recipe import RecipeCommand, effective_recipe, read_word
 from nafi.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -27,10 +28,15 @@ if TYPE_CHECKING:
     from nafi.fusion import FusionResult, Validate
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def fuse(
+    ctx: typer.Context,
     checkpoints: Annotated[
-        list[Path], typer.Argument(help="Two or more files: safetensors, or torch.save of tensors.")
+        list[Path],
+        typer.Argument(
+            help="Two or more files: safetensors, or torch.save of tensors. Or one recipe, .toml, "
+            "that says all of this; what is given here comes before what it says."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The file to write, .safetensors.")],
     model: Annotated[
@@ -133,6 +139,7 @@ def fuse(
         from nafi.fusion import BUDGETS, make_method
         from nafi.fusion import frontier as try_budgets
         from nafi.fusion import fuse as fuse_models
+        from nafi.recipes import store_recipe
 
     _check_targets(out, report, checkpoints)
     # Whoever names no inputs has none, most likely; "none" is for those who want none.
@@ -203,6 +210,7 @@ def fuse(
     if unnamed and result.diagnostics["probe"] == "noise":
         tell(_MADE_UP)
     _save(result, out, files, known | used, overwrite=force)
+    store_recipe(out, effective_recipe(ctx, out))
     if report is not None:
         _write_page(result, out, report, points)
     _tell(result, out, report, as_json, points)
@@ -405,10 +413,7 @@ def _method_options(command_options: dict[str, Any], others: list[str]) -> dict[
         name, separator, value = text.partition("=")
         if not separator:
             raise InputError(f"--option: found {text!r}, expected NAME=VALUE")
-        try:
-            options[name.replace("-", "_")] = json.loads(_WORDS.get(value, value))
-        except ValueError:
-            options[name.replace("-", "_")] = value
+        options[name.replace("-", "_")] = read_word(value)
     if command_options["max_width"] is not None:
         command_options = {**command_options, "max_width": _max_width(command_options["max_width"])}
     for name in command_options:
@@ -433,4 +438,3 @@ _MADE_UP = (
     "--probe synthetic is better, too, where there is batch normalisation, and takes longer; "
     "--probe none merges weights alone"
 )
-_WORDS = {"True": "true", "False": "false", "None": "null"}
