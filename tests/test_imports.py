@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
-    "headers": {"files"},
+    "headers": {"files", "manifest"},
     "recipes": {"files", "headers"},
     "probes": {"checkpoints", "factories", "fusion", "graph"},
     "cli": {
@@ -76,6 +76,7 @@ RESERVED = {
         "experiments",
         "checkpoints",
         "factories",
+        "headers",
         "manifest",
         "probes",
         "statistics_files",

@@ -20,6 +20,7 @@ from nafi.cli.app import (
     tell,
     waiting,
 )
+from nafi.cli.dry_run import dry_run
 from nafi.cli.recipe import RecipeCommand, effective_recipe, read_word
 from nafi.errors import InputError, require
 
@@ -129,6 +130,14 @@ def fuse(
         int | None, typer.Option(min=0, help="nafi, pfnm, rebasin: the order of the models.")
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Also write a page, .html.")] = None,
+    only_plan: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Say what would be matched, at which widths, and what it would take; of the "
+            "files only headers are read.",
+        ),
+    ] = False,
     as_json: Annotated[bool, AS_JSON] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
@@ -175,6 +184,11 @@ def fuse(
         raise InputError(
             "an ensemble is several models, not one: --method stack writes them as one"
         )
+    if only_plan:
+        dry_run(
+            chosen, checkpoints, model, input_shape or [], "auto" if unnamed else probe, as_json
+        )
+        return
     scoring = None if validate is None else _scoring(validate)
     with print_warnings(), waiting("reading checkpoints", as_json):
         files = load_clients(checkpoints, model, input_shape or [])

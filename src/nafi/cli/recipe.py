@@ -23,7 +23,7 @@ from nafi.errors import InputError
 _CHECKPOINTS, _OPTION = "checkpoints", "option"
 _PATHS = ("checkpoints", "out", "report", "class_counts")
 # What is about one run of the command, and not about its result.
-_OF_THE_RUN = ("as_json", "force", "dry_run", "help", "ctx")
+_OF_THE_RUN = ("as_json", "force", "only_plan", "help", "ctx")
 _PROBES = ("none", "noise", "synthetic")
 _JOINED = ("sample_counts",)  # lists that the command line takes as 1,2,3
 _EITHER = ("max_width",)  # a number, or a text such as 2.5x
@@ -73,7 +73,7 @@ def read_values(file: Path, params: Sequence[click.Parameter]) -> dict[str, Any]
 
 
 def _unknown(key: str, name: str, known: Mapping[str, click.Parameter]) -> str:
-    if name in (*_OF_THE_RUN, "json"):
+    if name in ("json", "force", "dry_run"):
         return f"{key!r} belongs on the command line: --{key.replace('_', '-')}"
     close = get_close_matches(name, known, 1)
     meant = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 def terminal_table(title: str, headings: Sequence[str], texts: Collection[str] = ()) -> Table:
     """An empty table. texts: headings of columns of texts, beside the first; others are numbers."""
-    table = Table(title=title)
+    table = Table(title=title or None)
     for place, heading in enumerate(headings):
         if place == 0 or heading in texts:
             table.add_column(heading, overflow="fold")
