@@ -6,8 +6,8 @@ PIP := $(BIN)/pip --disable-pip-version-check
 THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-fast test-machines test-browser test-federation fuzz lint bench support-matrix \
-	format venv clean
+.PHONY: demo docs test test-fast test-machines test-browser test-federation fuzz lint bench \
+	support-matrix format venv clean
 
 demo: .venv/ready
 	$(BIN)/nafi demo
@@ -23,7 +23,12 @@ test-fast: .venv/ready-dev
 test-machines: .venv/ready-dev
 	PYTEST='$(PYTEST)' .ci/machines
 
-# Looks at a report in headless Chromium (Debian: apt-get install chromium).
+# The documentation site, in build/site; its search needs a server: python -m http.server -d build/site
+docs: .venv/ready-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "The site is in build/site/index.html"
+
+# Looks at reports and the site in headless Chromium (Debian: apt-get install chromium).
 test-browser: .venv/ready-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_browser.py
 

@@ -1,4 +1,4 @@
-"""The first picture of the README: accuracy over size, from the records of the experiment.
+"""The picture of docs/results.md: accuracy over size, from the records of the experiment.
 
 python benchmarks/oneshot_figure.py    # reads results/, writes docs/frontier.png
 """

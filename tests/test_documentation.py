@@ -1,21 +1,31 @@
-"""What README and docs show: every Python block runs as it stands, every command line parses."""
+"""What README and docs show: every Python block runs as it stands, every command line parses.
+
+The commands of the README run, too, in a folder with the files it speaks of; links lead somewhere.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import pytest
+import torch
 import typer
+from torch import nn
+from typer.testing import CliRunner
 
+import nafi
 from nafi.cli.app import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S)
 
 
@@ -48,7 +58,9 @@ def commands() -> Iterator[tuple[str, str]]:
                     yield block.place, line.strip().removeprefix("$ ")
 
 
-PROGRAMS = [block for block in blocks() if block.kind == "python"]
+# The blocks of the tutorial build on each other; tests/test_tutorial.py runs them as a notebook.
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+PROGRAMS = [block for block in blocks() if block.kind == "python" and block.page != TUTORIAL]
 COMMANDS = list(commands())
 
 
@@ -65,6 +77,104 @@ def test_a_program_runs_as_it_stands(
     monkeypatch.chdir(tmp_path)
     source = "\n" * (block.line - 1) + block.text
     exec(compile(source, str(block.page), "exec"), {"__name__": "__main__"})
+
+
+QUICKSTART = next(block for block in PROGRAMS if block.page.name == "README.md")
+
+
+def test_the_quickstart_makes_its_point_within_fifteen_lines() -> None:
+    """From every start, by a wide margin: 30 to 40 points in twelve trials."""
+    assert sum(bool(line) for line in QUICKSTART.text.splitlines()) <= 15
+    for seed in range(3):
+        torch.manual_seed(seed)
+        names: dict[str, Any] = {}
+        exec(compile(QUICKSTART.text, QUICKSTART.place, "exec"), names)
+        x, y, test = names["x"], names["y"], names["test"]
+        models = [*names["models"], names["result"].model]
+        right = [(model(x[test]).argmax(1) == y[test]).double().mean() for model in models]
+        assert right[-1] > max(right[:-1]) + 0.15
+        assert sum(p.numel() for p in models[-1].parameters()) == 64 * 40 + 40 + 40 * 10 + 10
+
+
+MINE = """
+import torch
+from torch import nn
+
+def network():
+    return nn.Sequential(nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 10))
+
+def accuracy(model):
+    return (model(torch.eye(64)).argmax(1) == torch.arange(64) % 10).double().mean()
+"""
+
+
+@pytest.fixture
+def clients_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the README asks a reader to have: networks in files, `mine.py`, counts and inputs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    for name in ("a.safetensors", "b.safetensors", "c.pt"):
+        model = nn.Sequential(nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 10))
+        if name.endswith(".pt"):
+            torch.save(model.state_dict(), name)
+        else:
+            nafi.save(model, name)
+    (tmp_path / "counts.json").write_text(json.dumps([[5] * 10] * 3))
+    np.save("inputs.npy", np.random.default_rng(0).normal(size=(32, 64)).astype("float32"))
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore:Worse than a client")
+def test_the_commands_of_the_readme_run(clients_folder: Path) -> None:
+    """All but the experiments, which take longer and have tests of their own."""
+    for place, line in COMMANDS:
+        words = shlex.split(line, comments=True)[1:]
+        if place.startswith("README.md") and words[0] not in ("run", "report"):
+            done = CliRunner().invoke(app, words)
+            assert done.exit_code == 0, f"{place}: {done.output}"
+    assert nafi.load("fused.safetensors")(torch.zeros(2, 64)).shape == (2, 10)
+    assert (clients_folder / "fused.html").exists()
+    assert (clients_folder / "hospitals" / "README.md").exists()
+
+
+def test_the_first_picture_is_that_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise run python benchmarks/first_figure.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tool = runpy.run_path(str(ROOT / "benchmarks" / "first_figure.py"))
+    problems = {title: tool["scores"](rows) for title, rows in tool["by_problem"]().items()}
+    assert tool["drawing"](problems) == tool["TARGET"].read_text(encoding="utf-8")
+
+
+def test_messages_in_the_faq_are_those_of_the_code() -> None:
+    """Strings that continue on the next line are joined first."""
+    modules = sorted((ROOT / "src" / "nafi").rglob("*.py"))
+    source = "".join(module.read_text(encoding="utf-8") for module in modules)
+    source = re.sub(r'"\n\s*f?"', "", source)
+    faq = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^### `(.+)`$", faq, re.M)
+    assert len(messages) > 10
+    assert [message for message in messages if message not in source] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which GitHub links to the headings of a page."""
+    text = re.sub(FENCE, "", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """As GitHub follows them; tests/test_site.py looks at those of the site."""
+    text = re.sub(FENCE, "", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:", link):
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            assert target.exists(), f"{page.name}: {link} leads nowhere"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link} has no heading"
 
 
 @pytest.mark.parametrize(("place", "line"), COMMANDS, ids=[line for _, line in COMMANDS])

@@ -571,6 +571,7 @@ IN_ROUNDS = "rounds = 2\n" + METHOD
         (METHOD + 'method = "nafi"\noptions = { probe = -1 }', "n: probe: found -1"),
         (METHOD + 'method = "nafi"\noptions = { head = 1 }', "n: head: found 1"),
         (METHOD + 'method = "fedavg"\noptions = { probe = 9 }', "n: probe: method fedavg does not"),
+        (METHOD + 'method = "stack"\noptions = { probe = "own" }', "n: method: found 'stack', exp"),
         (METHOD + 'method = "ensemble"\noptions = { probe = 9 }', "n: probe: method ensemble does"),
         (
             IN_ROUNDS + 'method = "fedavg"\noptions = { probe = 9 }',

@@ -24,7 +24,7 @@ from nafi.experiments.cells import Cell, cells
 from nafi.experiments.clients import population
 from nafi.experiments.models import VGG, ResNet, resnet_widths
 from nafi.experiments.trials import load_trial
-from nafi.federated import Samples, as_numbers
+from nafi.federated import Samples, Trainer, Update, as_numbers, make_strategy
 from nafi.graph import groups
 from nafi.reports import score_table, sections
 
@@ -196,6 +196,39 @@ def test_bad_problems_are_named(tmp_path: Path, problems: str, told: str) -> Non
     file.write_text(f'name = "a"\ntitle = "b"\nclients = [2]\n{problems}\n{method}')
     with pytest.raises(InputError, match=told):
         load_experiment(str(file))
+
+
+def test_layers_are_refitted_by_sums_over_clients_own_data(tmp_path: Path) -> None:
+    """As a federation would do it, message by message, with the clients of one shot."""
+    own = {"max_width": 1.5, "probe": "own"}
+    method = {"name": "own", "method": "nafi", "options": own}
+    experiment = Experiment(**{**TWO, "methods": [method]})
+    *_, record = run_experiment(
+        experiment, tmp_path / "own.jsonl", jobs=1, resume=False, progress=quiet
+    )
+    cell = cell_of(experiment, "deep", "own")
+    trial = load_trial(cell.trial_settings)
+    network = trial.architecture(cell.experiment.network, cell.local_widths)
+    strategy = make_strategy(
+        "match-refit", network, cell.training, rounds=1, seed=cell.fusion_seed, max_width=1.5
+    )
+    trainer = Trainer(network, trial.data, 10)
+    state = strategy.start()
+    models = zip(trial.data, population(cell.recipe(own), trial), strict=True)
+    state = strategy.advance(
+        state,
+        [
+            Update(c, 0, model.state_dict(), len(trial.data[c]), tuple(of_classes.tolist()))
+            for (c, model), of_classes in zip(models, trial.class_counts, strict=True)
+        ],
+    )
+    while state.awaiting:
+        tasks = {client: strategy.next_task(state, client) for client in trial.data}
+        state = strategy.advance(state, [trainer(c, task)[0] for c, task in tasks.items()])
+    assert record["problem"] == "deep"
+    assert record["widths"] == list(state.form.widths.values())
+    score = trial.score(strategy.global_model(state))["test"]
+    assert record["test"] == round(score, 3)
 
 
 def test_a_probe_is_drawn_from_all_clients_by_the_seed() -> None:

@@ -469,6 +469,30 @@ def test_a_refit_brings_outputs_closer_to_those_of_the_clients() -> None:
     assert sums[1] < sums[0]
 
 
+def test_layers_that_train_on_are_fitted_with_a_larger_ridge() -> None:
+    """Clients would choose a small one: there are few weights for their samples."""
+    data = population()
+
+    def fitted(rounds: int, **options: Any) -> nn.Module:
+        strategy = made("match-refit", rounds=rounds, max_width=1.5, **options)
+        network = strategy.architecture
+        models = [
+            network.filled(network.form, network.drawn(network.form, s)).eval()
+            for s in range(len(data))
+        ]
+        return strategy.global_model(refit_state(strategy, models, data))
+
+    x = torch.cat([samples.inputs for samples in data.values()])
+    with torch.no_grad():
+        alone, on, set_to, small_one = (
+            model(x)
+            for model in (fitted(1), fitted(2), fitted(1, ridge=0.3), fitted(2, ridge=1e-6))
+        )
+    assert torch.equal(on, set_to)
+    assert not torch.allclose(alone, on, rtol=1e-2)
+    assert not torch.allclose(small_one, on, rtol=1e-2)  # what the user sets is kept
+
+
 def test_a_run_killed_between_two_layers_ends_with_the_same_bytes(tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole.safetensors", tmp_path / "halves.safetensors"
 

@@ -215,6 +215,23 @@ def test_a_verdict_says_what_was_scored(scores: Scores, tone: str, told: str) ->
     assert bool(found.advice) == (tone == "bad")
 
 
+def test_counts_of_classes_are_advised_where_they_would_count_and_are_missing() -> None:
+    models = [nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)) for _ in range(2)]
+    worse = iter([1.0, 1.0, 1.0, 0.0] * 3)
+    inputs = (torch.zeros(2, 2),)
+    for method, counts, advised in (
+        ("nafi", None, True),
+        ("nafi", [[9, 0], [0, 9]], False),
+        ("rebasin", None, False),
+    ):
+        with pytest.warns(FusionWarning, match="Worse than a client") as caught:
+            found = nafi.fuse(
+                models, inputs, method, validate=lambda _: next(worse), class_counts=counts
+            )
+        assert any("--class-counts" in advice for advice in verdict(found).advice) == advised
+        assert any("--class-counts" in str(warning.message) for warning in caught) == advised
+
+
 def test_a_verdict_without_scores_is_none() -> None:
     nothing = verdict(FusionResult(nn.Identity()))
     assert nothing.tone == "unknown"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from nafi.experiments.methods import (
     ALONE,
     ENSEMBLE,
     LOCAL,
+    OWN_DATA,
     Options,
     fuse_clients,
     fusion_options,
@@ -44,10 +46,14 @@ from nafi.federated import (
     Progress,
     Run,
     Strategy,
+    Task,
     Trainer,
+    Update,
     make_strategy,
     simulate,
 )
+from nafi.fusion import measured_size
+from nafi.graph import named_tensors
 
 
 def try_candidates(cell: Cell, progress: Progress | None, device: str) -> list[Record]:
@@ -93,30 +99,69 @@ class _Bench:
             cell.experiment.attackers,
             cell.seed,
         )
-        spec, inputs = self.architecture.spec, candidate.get("probe", 0)
-        probe = self.trial.probe(inputs) if isinstance(inputs, int) and inputs else inputs or None
         start = time.perf_counter()
-        result = fuse_clients(
-            cell.method.method,
-            models,
-            self.trial.example_inputs,
-            cell.fusion_seed,
-            fusion_options(self._limited(candidate)),
-            self.trial.class_counts,
-            self.trial.sample_counts,
-            spec,
-            probe,
-        )
+        model, widths = self._fused(candidate, models)
         seconds = time.perf_counter() - start
-        model = self.trial.calibrate(result.model, int(candidate.get("calibrate", 0)))
+        size = measured_size(model, models, self.trial.example_inputs)
+        details: Record = {"parameters": int(size["params"]), "multiply_adds": int(size["flops"])}
+        model = self.trial.calibrate(model, int(candidate.get("calibrate", 0)))
         if candidate.get("head"):
             model = self.trial.with_head(model)
-        size = result.diagnostics["size"]
-        details: Record = {"parameters": int(size["params"]), "multiply_adds": int(size["flops"])}
-        widths = list(result.widths.values())
         validation, test = self.trial.score(model).values()
         details |= self._pictures(model) | self._sites([model])
         return entry(candidate, validation, test, widths, seconds, **details)
+
+    def _fused(
+        self, candidate: Options, models: Sequence[nn.Module]
+    ) -> tuple[nn.Module, list[int]]:
+        """One network of the clients', and its widths."""
+        if candidate.get("probe") == OWN_DATA:
+            return self._fused_on_own_data(candidate, models)
+        inputs = candidate.get("probe", 0)
+        result = fuse_clients(
+            self.cell.method.method,
+            models,
+            self.trial.example_inputs,
+            self.cell.fusion_seed,
+            fusion_options(self._limited(candidate)),
+            self.trial.class_counts,
+            self.trial.sample_counts,
+            self.architecture.spec,
+            self.trial.probe(inputs) if isinstance(inputs, int) and inputs else inputs or None,
+            int(candidate.get("distill", 0)),
+        )
+        return result.model, list(result.widths.values())
+
+    def _fused_on_own_data(
+        self, candidate: Options, models: Sequence[nn.Module]
+    ) -> tuple[nn.Module, list[int]]:
+        """Refitted by sums over the samples that each client has."""
+        trial, classes = self.trial, self.trial.problem.classes
+        strategy = make_strategy(
+            "match-refit",
+            self.architecture,
+            self.cell.training,
+            rounds=1,
+            seed=self.cell.fusion_seed,
+            method=self.cell.method.method,
+            **fusion_options(self._limited(candidate)),
+        )
+        answer = Trainer(self.architecture, trial.data, classes, trial.problem.loss, self.device)
+        trained = dict(zip(trial.data, models, strict=True))
+        tables = trial.class_counts
+
+        def work(client: str, task: Task) -> tuple[Update, float]:
+            if task.sums:
+                return answer(client, task)
+            place, count = list(trained).index(client), len(trial.data[client])
+            of_classes = None if tables is None else tuple(int(n) for n in tables[place])
+            weights = dict(named_tensors(trained[client]))
+            weights = {name: weights[name].detach() for name in self.architecture.spec.axes}
+            return Update(client, task.round, weights, count, of_classes), nan
+
+        acceptance = Acceptance(classes=classes)
+        run = simulate(strategy, list(trained), work, acceptance=acceptance, progress=self.progress)
+        return run.model, list(run.records[-1]["widths"])
 
     def run_rounds(self, candidate: Options) -> Record:
         """Clients train in rounds; the last one counts."""

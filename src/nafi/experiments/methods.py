@@ -27,11 +27,13 @@ LOCAL, BEST = ALONE = ("local", "best")
 # A method of one shot that experiments in rounds have, too, of clients that trained alone.
 ENSEMBLE = "ensemble"
 _OF_TRAINING = tuple(f.name for f in fields(Training))
+# No probe: sums over clients' own data, by the strategy match-refit.
+OWN_DATA = "own"
 _PROBE = Constraint(
-    lambda value: value in ("noise", "synthetic") or whole(0).allows(value),
-    'a number of inputs, "noise" or "synthetic"',
+    lambda value: value in ("noise", "synthetic", OWN_DATA) or whole(0).allows(value),
+    'a number of inputs, "noise", "synthetic" or "own"',
 )
-_ONE_SHOT = {"calibrate": whole(0), "probe": _PROBE, "head": SWITCH}
+_ONE_SHOT = {"calibrate": whole(0), "probe": _PROBE, "head": SWITCH, "distill": whole(0)}
 _IN_ROUNDS = {"calibrate": whole(0), "rounds": whole(1)}
 _OF_LABORATORY = _ONE_SHOT | _IN_ROUNDS
 
@@ -68,6 +70,8 @@ def _check_values(method: str, candidate: Options, in_rounds: bool) -> None:
         made = make_method(method, **fusion_options(candidate))
         made.check_one_variant()
         made.check_uses(probe=candidate.get("probe") or None)
+        if candidate.get("probe") == OWN_DATA:
+            _check_strategy("match-refit", {"method": method, **fusion_options(candidate)})
 
 
 def _check_strategy(name: str, options: Options) -> None:
@@ -118,9 +122,10 @@ def fuse_clients(
     sample_counts: npt.ArrayLike | None = None,
     spec: ModelSpec | None = None,
     probe: Tensor | str | None = None,
+    distill: int = 0,
 ) -> FusionResult:
     """Fuse the clients' models in one shot; a method gets the seed and the counts that it uses."""
     seeded = {"seed": seed} if "seed" in method_options(method) else {}
     chosen = make_method(method, **{**seeded, **options})
     known = chosen.used(class_counts=class_counts, sample_counts=sample_counts, probe=probe)
-    return fuse(models, example_inputs, chosen, spec=spec, **known)
+    return fuse(models, example_inputs, chosen, spec=spec, distill=distill, **known)

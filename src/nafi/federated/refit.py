@@ -44,6 +44,8 @@ from nafi.graph import ModelSpec, OutputMoments, Positions, attach_batchnorm, in
 from nafi.options import number, one_of, option, optional
 
 _LAYER = "layer "
+# Smaller ridges give larger weights, from which training at the usual rate diverges.
+_TO_TRAIN_ON = 0.3
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +84,8 @@ class MatchRefit(MatchThenAverage):
     pool: what fits a neuron: its "owners" alone, or "all" clients, where those that do not own it
         want it as it is. The sum of all messages is enough for "all"
     ridge: of the fit, in units of the mean diagonal; None to choose it for each layer by how
-        clients' own fits do on a quarter of their inputs
+        clients' own fits do on a quarter of their inputs, and at least 0.3 if rounds of averaging
+        follow
     """
 
     state_type: ClassVar[type[State]] = RefitState
@@ -235,7 +238,7 @@ class MatchRefit(MatchThenAverage):
         change, shifts = pooled_fit(
             parts,
             torch.ones_like(owned) if self.pool == "all" else owned,
-            ridge=self.ridge or RIDGES[int(errors.argmin())],
+            ridge=self._ridge(errors),
             with_bias=with_bias,
         )
         inputs = probing_inputs(self.architecture.example_inputs)
@@ -248,6 +251,13 @@ class MatchRefit(MatchThenAverage):
             awaiting="",
         )
         return self._next(after, layer)
+
+    def _ridge(self, errors: Tensor) -> float:
+        """The one that was set, or the one with which clients' own fits did best."""
+        if self.ridge is not None:
+            return self.ridge
+        best = RIDGES[int(errors.argmin())]
+        return max(best, _TO_TRAIN_ON) if self.rounds > 1 else best
 
     def _finished(self, state: RefitState) -> State:
         """The round is over: normalisation is put back, and clients' networks are forgotten."""

@@ -159,7 +159,6 @@ def fuse(
     if inputs is not None:
         report("comparing with the ensemble", 0, 1)
         result = replace(result, agreement=agreement(clients, result.model, inputs))
-    warn_if_worse(result)
     diagnostics: dict[str, Any] = {
         "method": chosen.name,
         "models": len(clients),
@@ -167,9 +166,13 @@ def fuse(
         "seconds": time.perf_counter() - start,
         "probe": _named(probe),
     }
+    if chosen.used(class_counts=class_counts):
+        diagnostics["class_counts"] = class_counts is not None
     if missed and inputs is None:
         diagnostics["advice"] = WITHOUT_PROBE
-    return replace(result, diagnostics={**diagnostics, **result.diagnostics})
+    result = replace(result, diagnostics={**diagnostics, **result.diagnostics})
+    warn_if_worse(result)
+    return result
 
 
 def _named(probe: object) -> str:

@@ -158,7 +158,7 @@ def told(value: float) -> str:
 def verdict(result: FusionResult) -> Verdict:
     """What is known of a result."""
     if result.scores is not None:
-        return _scored(result.scores, probed=result.agreement is not None or bool(result.fits))
+        return _scored(result.scores, _advice(result))
     score_it = "score it against its clients: validate=, or --validate module:function"
     if result.agreement is not None:
         made_up = result.diagnostics.get("probe") in (NOISE, SYNTHETIC)
@@ -175,12 +175,12 @@ def verdict(result: FusionResult) -> Verdict:
     )
 
 
-def _scored(scores: Scores, probed: bool) -> Verdict:
+def _scored(scores: Scores, advice: tuple[str, ...]) -> Verdict:
     fused, best = told(scores.fused), told(scores.best)
     client = scores.names[scores.clients.index(scores.best)]
     if not scores.better:
         text = f"Worse than a client: the fused model scores {fused}, {client} alone {best}."
-        return Verdict("bad", text, _advice(probed))
+        return Verdict("bad", text, advice)
     beside = ""
     if scores.ensemble is not None:
         side = "above" if scores.fused > scores.ensemble else "not above"
@@ -204,13 +204,19 @@ def _agreed(found: Agreement) -> str:
     )
 
 
-def _advice(probed: bool) -> tuple[str, ...]:
+def _advice(result: FusionResult) -> tuple[str, ...]:
+    """What to try where a result is worse than a client."""
     probe = (
         "give more inputs as a probe, or such as are closer to what the network is for"
-        if probed
+        if result.agreement is not None or result.fits
         else "give some dozens of unlabelled inputs to refit its layers on: probe=, or --probe"
     )
+    counts = (
+        "if clients know different classes, say how many samples of each they have: class_counts=, "
+        "or --class-counts"
+    )
     return (
+        *([] if result.diagnostics.get("class_counts", True) else [counts]),
         "let it be wider: max_width=2.0 or more and a lower penalty",
         probe,
         "keep clients side by side, cut down to a budget: method stack",

@@ -46,7 +46,8 @@ def match(
         neurons: S arrays (J_s, D); the widths J_s may differ.
         precisions: 1/variance of the neurons around their global neuron, t_s: a number, or a list
             with a number or a (D,) array for each model. 0: the model says nothing about a column.
-        prior_mean, prior_precision: m0 and t0 of a global neuron, a number or (D,); t0 > 0.
+        prior_mean: m0 of a global neuron, a number or (D,).
+        prior_precision: t0 of a global neuron, a number or (D,), above 0.
         mass: gamma > 0; more means that new global neurons cost less.
         penalty: lam; 0 is PFNM, a larger penalty usually means fewer global neurons.
         divergence: kl (the paper's), reverse_kl, jeffreys, hellinger, wasserstein2.
@@ -69,11 +70,12 @@ def match(
     Memory: the neurons in float64 (twice if their precisions differ by column), and at most
     about six times the global neurons.
 
-    >>> import numpy as np
-    >>> w = np.eye(3) * 5
-    >>> matching = match([w, w[[2, 0, 1]]])
-    >>> [assigned.tolist() for assigned in matching.assignments]
-    [[0, 1, 2], [2, 0, 1]]
+    Examples:
+        >>> import numpy as np
+        >>> w = np.eye(3) * 5
+        >>> matching = match([w, w[[2, 0, 1]]])
+        >>> [assigned.tolist() for assigned in matching.assignments]
+        [[0, 1, 2], [2, 0, 1]]
     """
     return match_path(
         neurons,
