@@ -391,6 +391,15 @@ main()
 """
 
 
+def test_without_torch_one_is_told_how_to_get_it_with_and_without_cuda(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from nafi.cli import main; main()"
+    done = started("methods", cwd=tmp_path, code=code)
+    assert done.returncode == 2
+    assert done.stderr.startswith("nafi: this needs torch, which is not installed: pip install")
+    assert "CPU" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["demo", "run --list", "report ."])
 def test_what_needs_the_laboratory_says_how_to_install_it(command: str, tmp_path: Path) -> None:
     done = started(*command.split(), cwd=tmp_path, code=WITHOUT_LAB)

@@ -116,3 +116,6 @@ def test_what_has_no_header_or_other_tensors_is_named(
     ]:
         arguments = ["fuse", *files, "--out", "g.safetensors", "--dry-run"]
         assert words in complaint(arguments, clients, monkeypatch, capsys)
+    several = ["--frontier", "--probe", "noise", "--validate", "networks:size", "--dry-run"]
+    arguments = ["fuse", *FILES, "--out", "g.safetensors", *several]
+    assert "leave out --frontier" in complaint(arguments, clients, monkeypatch, capsys)

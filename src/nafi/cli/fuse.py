@@ -184,6 +184,8 @@ def fuse(
         raise InputError(
             "an ensemble is several models, not one: --method stack writes them as one"
         )
+    if only_plan and frontier:
+        raise InputError("--dry-run says what one fusion would do: leave out --frontier")
     if only_plan:
         dry_run(
             chosen, checkpoints, model, input_shape or [], "auto" if unnamed else probe, as_json
