@@ -2,8 +2,8 @@
 
 Hides: the sizes that make it quick. Promises: every fused network has the parameters of one client,
 but for those that show what more of them are worth; what a method can use of the unlabelled digits
-it gets; the test digits are looked at once, and nothing is chosen by them. A method that cannot run
-stays in the table, with the reason.
+it gets; no run chooses anything by the test digits. The setting itself was chosen: docs/results.md
+says among which. A method that cannot run stays in the table, with the reason.
 """
 
 from __future__ import annotations
