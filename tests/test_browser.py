@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from nafi.experiments import report_of
 from nafi.reports import sections, write_page
-from tests.test_reports import fusion_page, runs
+from tests.test_reports import demo_page, fusion_page, runs
 from tests.test_site import build
 
 FLAGS = [
@@ -100,6 +100,14 @@ def test_scores_are_visible(tmp_path: Path, width: int) -> None:
     assert seen.count("TABLE:true") == 2
     assert seen.count("svg:true") == 4 + 3
     assert seen[-1] == "overflow:false"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1200, 390])
+def test_the_demo_is_visible(tmp_path: Path, width: int) -> None:
+    page = tmp_path / "demo.html"
+    demo_page(page)
+    assert seen_on(page, width, 1600) == ["svg:true", "TABLE:true", "svg:true", "overflow:false"]
 
 
 @pytest.mark.browser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -94,4 +95,17 @@ def test_monai_unet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert 24 <= widths["pfnm"] <= 48
     assert [name for name in scores if "then averaged" in name] == [
         f"nafi, then averaged, round {at}" for at in (1, 2, 3, 4)
+    ]
+
+
+def test_follow_a_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = printed("follow_a_run.py", capsys, monkeypatch, "rounds.jsonl")
+    records = [json.loads(line) for line in Path("rounds.jsonl").read_text().splitlines()]
+    assert [record["round"] for record in records] == [1, 2]
+    assert lines[0] == "round 1: client 1, client 2, client 3, client 4"
+    assert [line for line in lines if "loss" in line] == [
+        f"round {r['round']}: loss {r['loss']:.3f}, widths {r['widths']}" for r in records
     ]

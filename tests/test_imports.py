@@ -54,6 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
+    "headers": {"files", "manifest"},
+    "recipes": {"files", "headers"},
     "probes": {"checkpoints", "factories", "fusion", "graph"},
     "cli": {
         "matching",
@@ -67,9 +69,12 @@ ALLOWED: dict[str, set[str]] = {
         "files",
         "huggingface",
         "model_card",
+        "headers",
         "probes",
+        "recipes",
         "statistics_files",
     },
+    "__main__": {"cli"},
     "__init__": {
         "matching",
         "graph",
@@ -91,6 +96,7 @@ RESERVED = {
         "comparison",
         "factories",
         "huggingface",
+        "headers",
         "manifest",
         "prefixes",
         "probes",
@@ -270,6 +276,11 @@ COMMANDS = [
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     names = loaded("from nafi.cli import main; main()", *command, "--help")
     assert "typer" in names
+    assert not names & HEAVY
+
+
+def test_completion_imports_nothing_heavy() -> None:
+    names = loaded("from nafi.cli import main; main()", "--show-completion", "bash")
     assert not names & HEAVY
 
 

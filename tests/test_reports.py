@@ -12,7 +12,15 @@ import pytest
 
 from nafi.errors import InputError
 from nafi.experiments import read_records, report_of
-from nafi.reports import score_table, sections, write_fusion_page, write_markdown, write_page
+from nafi.reports import (
+    demo_table,
+    score_table,
+    sections,
+    write_demo_page,
+    write_fusion_page,
+    write_markdown,
+    write_page,
+)
 from nafi.reports.fusion import _score_bars
 from nafi.reports.records import Paper, Summary, TextTable, compared_table, markdown, width_table
 from nafi.reports.views import USUAL, VIEWS, Material
@@ -241,7 +249,7 @@ def test_a_page_is_whole(tmp_path: Path) -> None:
     assert page.tags["table"] == sum(len(section.tables) for section in found)
     assert page.fetched == []
     assert "A &amp; B" in text
-    assert '<td class="best">92.00 ± 2.83</td>' in text
+    assert '<td data-label="15 clients" class="best">92.00 ± 2.83</td>' in text
     size = next(s for s in found if s.command.startswith("nafi run mnist-size"))
     assert size.command == "nafi run mnist-size --trials 2"
     assert size.tables[0].rows[0] == (
@@ -401,6 +409,7 @@ def fusion_page(path: Path) -> str:
         path,
         [{"group": "conv", "local": [4, 4], "width": 6, "shared": [4, 2]}],
         "2 models fused by nafi",
+        "One network of 2 checkpoints.",
         {"seconds": "1.0"},
         verdict={"tone": "bad", "text": "Worse than a client.", "advice": ("try <width>",)},
         scores=scored([0.2, 0.5], 0.4, 0.3),
@@ -417,9 +426,61 @@ def test_a_page_of_a_fusion_shows_scores_and_refits(tmp_path: Path) -> None:
     assert page.tags["svg"] == 4 + 3 + 1 + 2  # scores, agreement, groups, refitted weights
     assert page.tags["td"] == 7 + 2 * 7
     assert page.fetched == []
+    parts = ["One network of 2", "Worse than a client.", "<h2>Scores", "<svg", "<table"]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)  # what it is, the score, the picture, then tables
     assert '<dt>no product</dt><dd class="names">position, token</dd>' in text
     assert "client &lt;0&gt;: 0.2" in text
     assert "<li>try &lt;width&gt;</li>" in text
     assert '<rect class="before" x="0" y="0" width="50.0"' in text
     assert '<rect class="after" x="0" y="5" width="12.5"' in text
     assert '<rect class="before" x="0" y="0" width="100.0"' in text  # as far as there is room
+
+
+def demo_row(method: str, mean: float, **more: Any) -> dict[str, Any]:
+    """A row of the demonstration at the size of one client."""
+    usual = {"neurons": 100.0, "parameters": 6310.0, "size": 1.0, "missing": ""}
+    accuracy = {"mean": mean, "spread": 1.25}
+    return {"method": method, "accuracy": accuracy, "without_probe": None, "uses_probe": True} | {
+        **usual,
+        **more,
+    }
+
+
+FOUND = {
+    "references": [
+        demo_row("one client, mean", 70.0, uses_probe=False),
+        demo_row("one client, best", 80.0, uses_probe=False),
+        demo_row("ensemble of 2", 95.0, uses_probe=False, size=2.0),
+    ],
+    "methods": [
+        demo_row("nafi", 92.0, without_probe={"mean": 81.0, "spread": None}),
+        demo_row("ot", 0.0, accuracy=None, missing="needs POT: pip install 'nafi[ot]'"),
+        demo_row("fedavg", 10.0, without_probe={"mean": 10.0, "spread": 2.0}, uses_probe=False),
+        demo_row("stack", 93.0),
+    ],
+    "curves": {"nafi": [[1.0, 92.0], [2.0, 94.0]], "stack": [[0.5, 90.0], [1.0, 93.0]]},
+    "local": [[60.0, 80.0], [62.0, 78.0]],
+    "counts": [[10, 0, 5], [0, 12, 3]],
+    "trials": 3,
+    "tested": 449,
+    "hidden": [50, 50],
+    "probe": 64,
+}
+
+
+def demo_page(path: Path) -> str:
+    write_demo_page(path, FOUND, "nafi demo")
+    return path.read_text()
+
+
+def test_the_demo_has_a_row_for_what_could_not_run(tmp_path: Path) -> None:
+    rows = {row[0]: row[1:3] for row in demo_table(FOUND).rows}
+    assert rows["nafi"] == ("92.0 ± 1.2", "81.0")
+    assert rows["ot"] == ("not installed", "")
+    assert rows["stack"] == ("93.0 ± 1.2", "needs one")
+    assert rows["one client, best"] == ("80.0 ± 1.2", "")
+    page = demo_page(tmp_path / "demo.html")
+    assert "ot: needs POT: pip install &#39;nafi[ot]&#39;" in page
+    assert "92.0% of the test digits" in page
+    assert "<!-- fedavg 10.0   -->" in page  # far below the axis, and still there

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -150,14 +150,18 @@ class Deployment:
         found = json.loads(self.command("ls", "--run-id", run, "--format", "json"))
         return str(found["runs"][0]["status"])
 
-    def wait(self, run: str, seconds: float, result: Path) -> str:
+    def wait(
+        self, run: str, seconds: float, result: Path, watch: Callable[[], None] = lambda: None
+    ) -> str:
         """Wait until a run has ended; returns its status, as in finished:completed.
 
         result: a file that the run writes in the end. To ask Flower takes a process and a second
             of its time, so it is asked when the file is there, and else every twenty seconds.
+        watch: called twice a second
         """
         begun = asked = time.monotonic()
         while (now := time.monotonic()) < begun + seconds:
+            watch()
             if result.exists() or now > asked + 20:
                 asked, status = now, self.status(run)
                 if status.startswith("finished"):

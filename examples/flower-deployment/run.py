@@ -53,6 +53,8 @@ SETTINGS: dict[str, Any] = {
 }
 TRAINING = ("epochs", "batch", "optimiser", "rate")
 RESULT = "digits.safetensors"
+CHECKPOINT = "digits-run.safetensors"  # written after each round
+START = time.monotonic()
 
 
 def main() -> None:
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=SETTINGS["rounds"])
     options = parser.parse_args()
     SETTINGS["rounds"] = options.rounds
+    torch.set_num_threads(1)  # as clients have, or the last digits of both runs would differ
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that all is cleaned up
     with tempfile.TemporaryDirectory() as folder:
         accuracy, seconds, records = run(Path(folder), options.fault)
@@ -78,12 +81,14 @@ def run(folder: Path, fault: str | None = None) -> tuple[float, float, Records]:
     Returns accuracy, seconds and a record for each round.
     """
     app = folder / "digits"
+    tell(f"starting a SuperLink and {len(NODES)} SuperNodes")
     with deployed(folder / "federation", NODES) as federation:
         federation.spawn("new", f"nafi flower new {app}")
         assert federation.processes.pop("new").wait() == 0, federation.tail("new")
         start = time.monotonic()
         missing = _job(federation, app, fault)
         seconds = time.monotonic() - start
+        tell("comparing with a run in this process")
         sys.path.insert(0, str(app))
         try:
             task = importlib.import_module("app_digits.task")
@@ -100,11 +105,13 @@ def _job(federation: Deployment, app: Path, fault: str | None) -> tuple[str | No
     # A dead client is waited for once to its deadline, and then for `wait` before each round.
     limits = {"deadline": 60.0, "wait": 30.0} if fault == "node" else {}
     told = {**SETTINGS, "quorum": quorum, "deadline": 180.0, "wait": 180.0, "nodes": 3, **limits}
+    tell(f"{SETTINGS['rounds']} rounds of some 40 seconds each")
     number = federation.submit(app, **told)
     if fault is None:
         _completed(federation, number)
         return None, 0
     _wait_for_checkpoint(federation)
+    tell(f"a round is done; killing the {fault}")
     if fault == "node":
         federation.kill("south")
         _completed(federation, number)
@@ -116,14 +123,36 @@ def _job(federation: Deployment, app: Path, fault: str | None) -> tuple[str | No
 
 
 def _completed(federation: Deployment, number: str) -> None:
-    status = federation.wait(number, 400, federation.folder / RESULT)
+    status = federation.wait(number, 400, federation.folder / RESULT, RoundsSeen(federation).tell)
     if status != "finished:completed":
         raise RuntimeError(f"the run ended as {status}:\n{federation.tail('server')}")
 
 
+class RoundsSeen:
+    """Says of every round when it is done, from the checkpoint that the server writes."""
+
+    def __init__(self, federation: Deployment) -> None:
+        self.federation, self.written, self.rounds = federation, 0.0, 0
+
+    def tell(self) -> None:
+        file = self.federation.folder / CHECKPOINT
+        if not file.exists() or file.stat().st_mtime == self.written:
+            return
+        self.written = file.stat().st_mtime
+        for record in _records(self.federation)[self.rounds :]:
+            self.rounds += 1
+            place = f"round {self.rounds} of {SETTINGS['rounds']}"
+            tell(f"{place} is done, by {record['clients']} clients")
+
+
+def tell(text: str) -> None:
+    """What is going on, with the time since the start."""
+    print(f"{time.monotonic() - START:4.0f} s: {text}", flush=True)
+
+
 def _wait_for_checkpoint(federation: Deployment) -> None:
     end = time.monotonic() + 300
-    while not (federation.folder / "digits-run.safetensors").exists():
+    while not (federation.folder / CHECKPOINT).exists():
         if time.monotonic() > end:
             raise TimeoutError(f"no round in 300 seconds:\n{federation.tail('server')}")
         time.sleep(0.1)
@@ -137,7 +166,7 @@ def _rounds_with(name: str, federation: Deployment) -> int:
 
 def _records(federation: Deployment) -> Records:
     """What the checkpoint tells of the rounds."""
-    return read_records(federation.folder / "digits-run.safetensors")
+    return read_records(federation.folder / CHECKPOINT)
 
 
 def expected(task: Any, missing: tuple[str | None, int]) -> nn.Module:

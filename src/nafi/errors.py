@@ -41,7 +41,12 @@ def require(*modules: str) -> None:
 
 
 def install_hint(module: str) -> str:
-    """How to get a module of `EXTRAS`."""
+    """How to get torch, or a module of `EXTRAS`."""
+    if module == "torch":
+        return (
+            "this needs torch, which is not installed: pip install torch; on a machine without a "
+            "GPU, first select CPU at https://pytorch.org/get-started to save gigabytes of CUDA"
+        )
     return f"this needs {module}, which is not installed: pip install 'nafi[{EXTRAS[module]}]'"
 
 

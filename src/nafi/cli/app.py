@@ -6,11 +6,13 @@ result; everything else goes to standard error.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,7 +32,7 @@ from nafi.version import __version__
 app = typer.Typer(
     help="Fuse neural networks that were trained apart into one.",
     no_args_is_help=True,
-    add_completion=False,
+    suggest_commands=False,  # click does, and would do so twice
     pretty_exceptions_enable=False,
 )
 
@@ -45,13 +47,13 @@ AS_JSON = typer.Option("--json", help="Print JSON instead of a table.")
 def main() -> None:
     """Run the command line; the entry point of `nafi`."""
     try:
-        app()
+        app(prog_name="nafi")
     except NafiError as error:
         tell(str(error))
         sys.exit(2)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
-        if module not in EXTRAS:
+        if module not in {**EXTRAS, "torch": ""}:
             raise
         tell(install_hint(module))
         sys.exit(2)
@@ -60,6 +62,12 @@ def main() -> None:
 def tell(text: str) -> None:
     """Print a line on standard error."""
     Console(stderr=True, highlight=False).print(f"nafi: {text}", markup=False, soft_wrap=True)
+
+
+def command_line() -> str:
+    """The command that is running, as a shell takes it."""
+    program = ["python", "-m", "nafi"] if Path(sys.argv[0]).name == "__main__.py" else ["nafi"]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def _version(wanted: bool) -> None:
@@ -106,6 +114,17 @@ def progress_bar(quiet: bool) -> Iterator[ShowProgress]:
         yield lambda step, done, total: bar.update(
             task, description=step, completed=done, total=total
         )
+
+
+@contextmanager
+def waiting(what: str, quiet: bool = False) -> Iterator[None]:
+    """A sign of life on a terminal while something takes seconds that cannot be counted."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
 
 
 def _progress_lines() -> ShowProgress:

@@ -7,17 +7,14 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from nafi.cli.app import AS_JSON, app, progress_bar, tell
+from nafi.cli.app import AS_JSON, app, progress_bar, tell, waiting
+from nafi.cli.tables import text_table
 from nafi.errors import InputError
-
-if TYPE_CHECKING:
-    from nafi.reports import TextTable
 
 
 @app.command()
@@ -50,9 +47,10 @@ def run(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Run an experiment: a JSON line for every method, trial and number of clients."""
-    from nafi.experiments import experiment_names, load_experiment, run_experiment
-    from nafi.federated import check_device
-    from nafi.reports import check_views, metric_of, score_table
+    with waiting("loading PyTorch", as_json):
+        from nafi.experiments import experiment_names, load_experiment, run_experiment
+        from nafi.federated import check_device
+        from nafi.reports import check_views, metric_of, score_table
 
     if listed:
         for name in experiment_names():
@@ -93,7 +91,7 @@ def run(
         return
     title = f"{chosen.title}: {metric_of(records)}, {len(records)} cells"
     console = Console()
-    console.print(_shown(score_table(records, title)))
+    console.print(text_table(score_table(records, title)))
     console.print(f"The records are in {file}", soft_wrap=True, markup=False)
 
 
@@ -107,17 +105,6 @@ def _resume(experiment: str, options: Mapping[str, object], problems: Sequence[s
     return shlex.join(command)
 
 
-def _shown(table: TextTable) -> Table:
-    """A table for the terminal, the best in bold."""
-    shown = Table(title=table.title, caption=table.note)
-    for heading in table.headings:
-        shown.add_column(heading, justify="left" if heading == "method" else "right")
-    for place, row in enumerate(table.rows):
-        texts = [f"[b]{t}[/b]" if (place, k) in table.best else t for k, t in enumerate(row)]
-        shown.add_row(*texts)
-    return shown
-
-
 @app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="A folder of records, or one .jsonl file.")],
@@ -127,14 +114,16 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained page of tables and figures from run records."""
-    from nafi.experiments import find_photo, read_runs, report_of
-    from nafi.files import check_writable
-    from nafi.reports import sections, write_markdown, write_page
+    with waiting("loading PyTorch"):
+        from nafi.experiments import find_photo, read_runs, report_of
+        from nafi.files import check_writable
+        from nafi.reports import sections, write_markdown, write_page
 
     check_writable(out, overwrite=True)
     photos = find_photo if os.environ.get("NAFI_DATA") else None
-    content = sections(read_runs(results), report_of, photos)
-    write_page(out, content)
-    if markdown is not None:
-        write_markdown(markdown, content)
+    with waiting("drawing tables and figures"):
+        content = sections(read_runs(results), report_of, photos)
+        write_page(out, content)
+        if markdown is not None:
+            write_markdown(markdown, content)
     Console().print(f"The page is in {out}", soft_wrap=True, markup=False)

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from nafi.cli.app import app, tell
+from nafi.cli.app import app, tell, waiting
 from nafi.errors import InputError
 from nafi.files import atomic_path
+from nafi.version import __version__
 
-flower = typer.Typer(no_args_is_help=True, help="Federations on Flower.")
+flower = typer.Typer(no_args_is_help=True, suggest_commands=False, help="Federations on Flower.")
 app.add_typer(flower, name="flower")
 
 _SUFFIX = ".tmpl"
@@ -32,7 +33,8 @@ def new(
     folder: Annotated[Path, typer.Argument(help="Where to write it: a new or empty folder.")],
 ) -> None:
     """Write a Flower app that fuses models by neuron matching, and runs as it is."""
-    from nafi.federated import STRATEGIES  # it imports torch
+    with waiting("loading PyTorch"):
+        from nafi.federated import STRATEGIES  # it imports torch
 
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     if not name:
@@ -45,6 +47,7 @@ def new(
     for path in _FILES:
         text = (source / f"{path}{_SUFFIX}").read_text(encoding="utf-8")
         text = text.replace("NAME", name).replace("PACKAGE", package)
+        text = text.replace("VERSION", __version__)
         text = text.replace("STRATEGIES", ", ".join(STRATEGIES))
         target = folder / path.replace("package", package)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, progress_bar, tell
+from nafi.cli.app import (
+    AS_JSON,
+    INPUT_SHAPE,
+    app,
+    command_line,
+    print_warnings,
+    progress_bar,
+    tell,
+    waiting,
+)
+from nafi.cli.dry_run import dry_run
 from nafi.cli.outputs import (
     card_of,
     check_folder_method,
@@ -20,6 +28,7 @@ from nafi.cli.outputs import (
     is_folder_output,
     keep_to_fields,
 )
+from nafi.cli.recipe import RecipeCommand, effective_recipe, read_word
 from nafi.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -28,12 +37,14 @@ if TYPE_CHECKING:
     from nafi.model_card import Origin
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def fuse(
+    ctx: typer.Context,
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            help="Two or more files, safetensors or torch.save of tensors; or Hugging Face folders."
+            help="Two or more files, safetensors or torch.save of tensors; or Hugging Face folders. "
+            "Or one recipe, .toml, that says all of this; what is given here comes first."
         ),
     ],
     out: Annotated[
@@ -140,16 +151,26 @@ def fuse(
         int | None, typer.Option(min=0, help="nafi, pfnm, rebasin: the order of the models.")
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Also write a page, .html.")] = None,
+    only_plan: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Say what would be matched, at which widths, and what it would take; of the "
+            "files only headers are read.",
+        ),
+    ] = False,
     as_json: Annotated[bool, AS_JSON] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
-    from nafi.checkpoints import load_clients
-    from nafi.files import read_json
-    from nafi.fusion import BUDGETS, make_method
-    from nafi.fusion import frontier as try_budgets
-    from nafi.fusion import fuse as fuse_models
-    from nafi.model_card import Origin
+    with waiting("loading PyTorch", as_json):
+        from nafi.checkpoints import load_clients
+        from nafi.files import read_json
+        from nafi.fusion import BUDGETS, make_method
+        from nafi.fusion import frontier as try_budgets
+        from nafi.fusion import fuse as fuse_models
+        from nafi.model_card import Origin
+        from nafi.recipes import store_recipe
 
     as_folder = is_folder_output(out, checkpoints)
     check_outputs(out, {"--report": report} if report else {}, checkpoints, force)
@@ -187,8 +208,15 @@ def fuse(
         )
     if as_folder:
         check_folder_method(out, method, budget or None, frontier, batchnorm)
+    if only_plan and frontier:
+        raise InputError("--dry-run says what one fusion would do: leave out --frontier")
+    if only_plan:
+        dry_run(
+            chosen, checkpoints, model, input_shape or [], "auto" if unnamed else probe, as_json
+        )
+        return
     scoring = None if validate is None else _scoring(validate)
-    with print_warnings():
+    with print_warnings(), waiting("reading checkpoints", as_json):
         files = load_clients(checkpoints, model, input_shape or [], strip_prefix)
         inputs = _inputs("auto" if unnamed else probe, files)
         spec = None
@@ -224,8 +252,9 @@ def fuse(
         raise typer.Exit(3)
     if unnamed and result.diagnostics["probe"] == "noise":
         tell(_MADE_UP)
-    origin = Origin([str(path) for path in checkpoints], _command(), settings)
+    origin = Origin([str(path) for path in checkpoints], command_line(), settings)
     _save(result, out, files, known | used, origin, overwrite=force)
+    store_recipe(out, effective_recipe(ctx, out))
     if report is not None:
         _write_page(result, out, report, points)
     _tell(result, out, report, as_json, points)
@@ -323,11 +352,6 @@ def _numbers(text: str) -> list[int]:
         ) from None
 
 
-def _command() -> str:
-    """The command line that is running."""
-    return "nafi " + shlex.join(sys.argv[1:])
-
-
 def _title(result: FusionResult) -> str:
     return f"{result.diagnostics['models']} models fused by {result.diagnostics['method']}"
 
@@ -339,7 +363,7 @@ def _write_page(
     from nafi.reports import write_fusion_page
 
     facts = {
-        "command": _command(),
+        "command": command_line(),
         "seconds": f"{result.diagnostics['seconds']:.1f}",
         "size": _size(result),
         "probe": result.diagnostics["probe"],
@@ -349,6 +373,7 @@ def _write_page(
         report,
         result.summary(),
         _title(result),
+        _what(result, out),
         facts,
         verdict=asdict(verdict(result)),
         scores=None if result.scores is None else result.scores.to_dict(),
@@ -356,6 +381,15 @@ def _write_page(
         fits={name: asdict(fit) for name, fit in result.fits.items()},
         kept=result.kept,
         frontier=points,
+    )
+
+
+def _what(result: FusionResult, out: Path) -> str:
+    """The page in a sentence."""
+    models, size = result.diagnostics["models"], result.diagnostics["size"]["params_of_client"]
+    return (
+        f"This page is about {out.name}: one network that nafi made of {models} checkpoints, with "
+        f"{size:.2f} times the parameters of one of them."
     )
 
 
@@ -435,10 +469,7 @@ def _method_options(command_options: dict[str, Any], others: list[str]) -> dict[
         name, separator, value = text.partition("=")
         if not separator:
             raise InputError(f"--option: found {text!r}, expected NAME=VALUE")
-        try:
-            options[name.replace("-", "_")] = json.loads(_WORDS.get(value, value))
-        except ValueError:
-            options[name.replace("-", "_")] = value
+        options[name.replace("-", "_")] = read_word(value)
     if command_options["max_width"] is not None:
         command_options = {**command_options, "max_width": _max_width(command_options["max_width"])}
     for name in command_options:
@@ -463,4 +494,3 @@ _MADE_UP = (
     "--probe synthetic is better, too, where there is batch normalisation, and takes longer; "
     "--probe none merges weights alone"
 )
-_WORDS = {"True": "true", "False": "false", "None": "null"}

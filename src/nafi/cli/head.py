@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nafi.cli.app import AS_JSON, app, print_warnings
+from nafi.cli.app import AS_JSON, app, print_warnings, waiting
 from nafi.errors import InputError
+from nafi.reports import terminal_table
 
 if TYPE_CHECKING:
     from nafi.fusion import HeadFit, HeadStatistics
@@ -38,15 +39,16 @@ def statistics(
     force: Annotated[bool, _FORCE] = False,
 ) -> None:
     """Sum up your labelled data at the last layer of a network: what `nafi head` needs of it."""
-    from nafi.checkpoints import load
-    from nafi.files import check_writable
-    from nafi.fusion import statistics as sum_up
-    from nafi.statistics_files import save_statistics
+    with waiting("loading PyTorch", as_json):
+        from nafi.checkpoints import load
+        from nafi.files import check_writable
+        from nafi.fusion import statistics as sum_up
+        from nafi.statistics_files import save_statistics
 
     _check_name(out, ".stats")
     check_writable(out, force)
     network = load(checkpoint, model)
-    with print_warnings():
+    with print_warnings(), waiting("summing up your data", as_json):
         sums = sum_up(network, _batches(data))
     save_statistics(sums, out, overwrite=force)
     if as_json:
@@ -72,10 +74,11 @@ def head(
     force: Annotated[bool, _FORCE] = False,
 ) -> None:
     """Solve the last layer of a network from the sums of all clients' labelled data."""
-    from nafi.checkpoints import load, save_changed
-    from nafi.files import check_writable
-    from nafi.fusion import add_statistics, fit_head, solve_head
-    from nafi.statistics_files import load_statistics
+    with waiting("loading PyTorch", as_json):
+        from nafi.checkpoints import load, save_changed
+        from nafi.files import check_writable
+        from nafi.fusion import add_statistics, fit_head, solve_head
+        from nafi.statistics_files import load_statistics
 
     _check_name(out, ".safetensors")
     if out.resolve() in [path.resolve() for path in [checkpoint, *files]]:
@@ -85,7 +88,7 @@ def head(
     clients = [(path, load_statistics(path)) for path in files]
     _check_same_network(clients)
     sums = [each for _, each in clients]
-    with print_warnings():
+    with print_warnings(), waiting("solving the last layer", as_json):
         solved = solve_head(network, sums)
         fit = fit_head(add_statistics(sums))
     save_changed(checkpoint, solved, out, overwrite=force)
@@ -111,7 +114,8 @@ def _tell(
 
 
 def _table(clients: list[tuple[Path, HeadStatistics]], title: str) -> Table:
-    table = Table("file", "samples", "of each class", title=escape(title))
+    headings = ["file", "samples", "of each class"]
+    table = terminal_table(escape(title), headings, texts=headings)
     for path, sums in clients:
         counts = [int(n) for n in sums.class_counts.tolist()]
         shown = " ".join(map(str, counts[:20])) + (" ..." if len(counts) > 20 else "")

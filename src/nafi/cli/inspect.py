@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings
+from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, waiting
+from nafi.errors import InputError
 
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Option(help="package.module:factory, called without arguments.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="A fused checkpoint, to see what made it: --recipe.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="package.module:factory, called without arguments.")
+    ] = None,
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
+    recipe: Annotated[
+        bool,
+        typer.Option("--recipe", help="Print the recipe that made FILE, for `nafi fuse`."),
+    ] = False,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    """Show the neuron groups of a network: which axes of its parameters belong together."""
-    from nafi.cli.tables import spec_json, spec_tables
-    from nafi.factories import load_factory, resolve_inputs
-    from nafi.graph import groups, materialise
+    """Show the neuron groups of a network, or the recipe that made a fused file."""
+    if recipe or file is not None:
+        _print_recipe(file, recipe, model, as_json)
+        return
+    if model is None:
+        raise InputError("give --model package.module:factory, or a file and --recipe")
+    with waiting("loading PyTorch", as_json):
+        from nafi.cli.tables import spec_json, spec_tables
+        from nafi.factories import load_factory, resolve_inputs
+        from nafi.graph import groups, materialise
 
     network, example_inputs = load_factory(model)
     inputs = resolve_inputs(input_shape or [], example_inputs)
     materialise(network, inputs)
-    with print_warnings():
+    with print_warnings(), waiting("finding the neuron groups", as_json):
         spec = groups(network, inputs)
     coverage = spec.coverage(network.state_dict())
     if as_json:
@@ -35,3 +52,13 @@ def inspect(
     for table in spec_tables(spec, title=model):
         console.print(table)
     console.print(f"{coverage:.1%} of all parameters lie in tensors with groups and without gaps")
+
+
+def _print_recipe(file: Path | None, recipe: bool, model: str | None, as_json: bool) -> None:
+    """Print what made a file; it is text, and nothing that it names is imported."""
+    if file is None or not recipe or model is not None:
+        raise InputError("to see what made a file, give the file and --recipe alone")
+    from nafi.recipes import stored_recipe, write_toml
+
+    made = stored_recipe(file)
+    typer.echo(json.dumps(made, default=str) if as_json else write_toml(made), nl=as_json)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from nafi.cli.app import AS_JSON, app, tell
+from nafi.cli.app import AS_JSON, app, tell, waiting
+from nafi.reports import terminal_table
 
 if TYPE_CHECKING:
     from nafi.fusion import Method
@@ -23,7 +23,8 @@ def methods(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """List the methods of fusion, or the options of one of them."""
-    from nafi.fusion import METHODS, method_names, option_names
+    with waiting("loading PyTorch", as_json):
+        from nafi.fusion import METHODS, method_names, option_names
 
     if name is not None:
         option_names(name)  # which refuses an unknown one
@@ -57,7 +58,8 @@ def _describe(method: type[Method]) -> dict[str, Any]:
 
 
 def _print_methods(described: list[dict[str, Any]]) -> None:
-    table = Table("method", "what it does", "uses", title="Methods of nafi fuse and nafi.fuse")
+    headings = ["method", "what it does", "uses"]
+    table = terminal_table("Methods of nafi fuse and nafi.fuse", headings, texts=headings)
     for method in described:
         table.add_row(method["name"], escape(method["summary"]), ", ".join(method["uses"]) or "-")
     console = Console()
@@ -73,7 +75,8 @@ def _print_options(method: dict[str, Any]) -> None:
     if not method["options"]:
         console.print("It has no options.")
         return
-    table = Table("option", "default", "values", "meaning", title=f"Options of {method['name']}")
+    headings = ["option", "default", "values", "meaning"]
+    table = terminal_table(f"Options of {method['name']}", headings, texts=headings)
     first_with: dict[str, str] = {}  # meaning -> the option that it was printed for
     for option in method["options"]:
         first = first_with.setdefault(option["meaning"], option["name"])

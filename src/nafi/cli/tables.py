@@ -1,16 +1,22 @@
-"""A network's neuron groups as tables for people and as data for machines.
+"""Tables for people, and a network's neuron groups as data for machines.
 
 Hides: rich. Promises: every group with its width, block and axes, and every pinned axis with
-its reason.
+its reason; no name is cut, however narrow the terminal is.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from nafi.graph import ModelSpec
+from nafi.reports import terminal_table
+
+if TYPE_CHECKING:
+    from nafi.graph import ModelSpec
+    from nafi.reports import TextTable
 
 # Axes that are inputs, outputs or positions are no news; they are summed up in one line.
 _SHOWN_PINS = 40
@@ -18,22 +24,33 @@ _SHOWN_PINS = 40
 
 def spec_tables(spec: ModelSpec, title: str) -> list[Table]:
     """One table of groups; one of what stays in its order, if anything does."""
-    groups = Table(title=f"Neuron groups of {title}")
-    for heading in ["group", "width", "block", "tensors and axes", "note"]:
-        groups.add_column(heading, justify="right" if heading in ("width", "block") else "left")
+    headings = ["group", "width", "block", "tensors and axes", "note"]
+    groups = terminal_table(f"Neuron groups of {title}", headings, texts=headings[3:])
     for name, group in spec.groups.items():
         note = f"within each of {group.parent}" if group.parent else ""
         if group.rigid:
             note = "; ".join(filter(None, [note, f"width fixed by {group.rigid}"]))
-        groups.add_row(name, str(group.width), _block(spec, name), _places(spec, name), note)
-    pinned = Table(title="Left in their order")
-    for heading in ["tensor", "axis", "size", "why"]:
-        pinned.add_column(heading, justify="right" if heading in ("axis", "size") else "left")
+        cells = name, str(group.width), _block(spec, name), _places(spec, name), note
+        groups.add_row(*map(escape, cells))
+    pinned = terminal_table("Left in their order", ["tensor", "axis", "size", "why"], ["why"])
     for pin in spec.pinned[:_SHOWN_PINS]:
-        pinned.add_row(pin.tensor, str(pin.axis), str(pin.size), pin.reason)
+        pinned.add_row(*map(escape, (pin.tensor, str(pin.axis), str(pin.size), pin.reason)))
     if len(spec.pinned) > _SHOWN_PINS:
         pinned.add_row(f"and {len(spec.pinned) - _SHOWN_PINS} more (see --json)", "", "", "")
     return [groups, pinned] if spec.pinned else [groups]
+
+
+def text_table(table: TextTable, sections: Collection[int] = ()) -> Table:
+    """A table for the terminal, the best in bold; sections: rows that start a new part."""
+    shown = terminal_table(table.title, table.headings)
+    shown.caption = table.note or None
+    for place, row in enumerate(table.rows):
+        texts = [
+            f"[b]{escape(text)}[/b]" if (place, column) in table.best else escape(text)
+            for column, text in enumerate(row)
+        ]
+        shown.add_row(*texts, end_section=place + 1 in sections)
+    return shown
 
 
 def spec_json(spec: ModelSpec, coverage: float) -> dict[str, Any]:

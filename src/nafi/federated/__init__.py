@@ -3,6 +3,7 @@
 from nafi.federated.acceptance import Acceptance, QuorumError, UpdateError
 from nafi.federated.architecture import Architecture, Expected, Form
 from nafi.federated.averaging import FedAvg, FedProx, FusionRounds, MatchThenAverage
+from nafi.federated.callbacks import Callback, JsonLines, Scalars
 from nafi.federated.client import Trainer
 from nafi.federated.fedadam import FedAdam
 from nafi.federated.layerwise import Layerwise, LayerwiseState, Member
@@ -30,6 +31,7 @@ __all__ = [
     "STRATEGIES",
     "Acceptance",
     "Architecture",
+    "Callback",
     "Evaluate",
     "Expected",
     "FedAdam",
@@ -37,6 +39,7 @@ __all__ = [
     "FedProx",
     "Form",
     "FusionRounds",
+    "JsonLines",
     "Layerwise",
     "LayerwiseState",
     "Loss",
@@ -51,6 +54,7 @@ __all__ = [
     "Request",
     "Run",
     "Samples",
+    "Scalars",
     "State",
     "Strategy",
     "Task",

@@ -25,6 +25,7 @@ from nafi.checkpoints import save
 from nafi.errors import InputError, NafiError, few
 from nafi.federated.acceptance import Acceptance, QuorumError, UpdateError
 from nafi.federated.architecture import Architecture
+from nafi.federated.callbacks import Callback
 from nafi.federated.client import Extras, Trainer
 from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.privacy import Noise
@@ -135,6 +136,7 @@ def server_app(
     example_inputs: Inputs,
     *,
     evaluate: Evaluate | None = None,
+    callbacks: Sequence[Callback] = (),
     classes: int | None = None,
     name: str | None = None,
     **settings: Any,
@@ -142,6 +144,7 @@ def server_app(
     """What runs at the server.
 
     evaluate: looks at the global model after each round
+    callbacks: told of rounds, as those of `simulate`
     name: "package.module:function" of the factory, to be written into the model's file
     settings: strategy, rounds, seed, fraction and the strategy's options; epochs, batch, rate and
         the rest of `Training`; nodes, wait, deadline and checkpoint of a `Federation`; quorum,
@@ -155,7 +158,7 @@ def server_app(
         _log_with_flower()
         chosen = {**settings, **_configured(context.run_config)}
         architecture = Architecture(factory, example_inputs)
-        out, federation = _federation(architecture, chosen, classes)
+        out, federation = _federation(architecture, chosen, classes, callbacks)
         check_writable(out, overwrite=True)
         federation.start(grid, evaluate=evaluate)
         save(federation.run.model, out, factory=name, example_inputs=example_inputs, overwrite=True)
@@ -183,7 +186,10 @@ def _configured(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _federation(
-    architecture: Architecture, settings: Mapping[str, Any], classes: int | None
+    architecture: Architecture,
+    settings: Mapping[str, Any],
+    classes: int | None,
+    callbacks: Sequence[Callback],
 ) -> tuple[Path, Federation]:
     """A federation as an app's settings tell, and where its model goes."""
     left = dict(settings)
@@ -198,6 +204,7 @@ def _federation(
         strategy,
         acceptance=Acceptance(classes=classes, **rules),
         checkpoint=None if checkpoint is None else Path(str(checkpoint)),
+        callbacks=callbacks,
         **ours,
     )
     return out, federation
@@ -229,6 +236,7 @@ class Federation(FlowerStrategy):
         deadline: float = 3600.0,
         acceptance: Acceptance | None = None,
         checkpoint: Path | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         """nodes: how many are expected; a round waits for them, but no longer than `wait` seconds.
 
@@ -236,6 +244,7 @@ class Federation(FlowerStrategy):
         acceptance: which updates are used, and how many a round needs; by default all nodes must
             deliver, or the run ends with a `QuorumError`
         checkpoint: a file that holds the run after each round; a run that finds it continues it
+        callbacks: told of rounds, as those of `simulate`
         """
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
             raise InputError(f"nodes: found {nodes!r}, expected a number of at least 1")
@@ -253,6 +262,7 @@ class Federation(FlowerStrategy):
         self.acceptance = acceptance or Acceptance()
         self.needed = self.acceptance.needed(strategy.sampled(nodes))
         self.checkpoint = checkpoint
+        self.callbacks = tuple(callbacks)
         self.roster = Roster()
 
     def summary(self) -> None:
@@ -287,6 +297,7 @@ class Federation(FlowerStrategy):
             checkpoint=self.checkpoint,
             resume=True,
             progress=lambda step, done, total: log.info("%s (%d of %d)", step, done, total),
+            callbacks=self.callbacks,
         )
         return _result(self.run)
 

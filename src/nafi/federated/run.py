@@ -20,6 +20,7 @@ from torch import nn
 
 from nafi.errors import InputError, NafiError, few
 from nafi.federated.acceptance import Acceptance, QuorumError
+from nafi.federated.callbacks import Callback, Listeners
 from nafi.federated.codec import pack
 from nafi.federated.messages import read_state, write_state
 from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of, tensors_of
@@ -191,6 +192,7 @@ def conduct(
     checkpoint: Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Run a strategy to its end.
 
@@ -199,6 +201,7 @@ def conduct(
 
     For the rest see `simulate`.
     """
+    listeners = Listeners(callbacks)
     strategy.check_classes(acceptance.classes)
     state: State = strategy.start()
     records: Records = []
@@ -220,6 +223,8 @@ def conduct(
     tell = progress or (lambda step, done, total: None)
     while not strategy.finished(state):
         chosen = strategy.select(state, clients())
+        if not state.awaiting:
+            listeners.tell("round_started", state.round + 1, tuple(chosen))
         round = Round(strategy, state, chosen, acceptance, tell)
         state, record = carry(round)
         if records and records[-1]["round"] == record["round"]:
@@ -235,7 +240,11 @@ def conduct(
         records = [*records, record]
         if checkpoint is not None:
             write_state(checkpoint, state, records, strategy.settings())
-    return Run(strategy.global_model(state) if model is None else model, state, records)
+        if not state.awaiting:
+            listeners.tell("round_finished", record)
+    run = Run(strategy.global_model(state) if model is None else model, state, records)
+    listeners.tell("run_finished", run)
+    return run
 
 
 def _joined(before: Record, record: Record) -> Record:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nafi.errors import InputError, NafiError
 from nafi.federated.acceptance import Acceptance
+from nafi.federated.callbacks import Callback
 from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.run import Evaluate, Outcome, Progress, Run, conduct
 from nafi.federated.strategy import Strategy, Task, Update
@@ -38,6 +39,7 @@ def simulate(
     resume: bool = False,
     acceptance: Acceptance | None = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Run a strategy to its end.
 
@@ -51,6 +53,7 @@ def simulate(
         default those of `work`, if that is a `Trainer`
     workers: processes that train; 1 is this one
     progress: called with (what is done, steps done, steps in all)
+    callbacks: told when a round starts, when it is finished with its record, and when all are
 
     A record has the round, its clients, who was refused and why, bytes down and up, counted from
     the tensors that are sent, seconds, the clients' mean loss, the widths that clients train next,
@@ -73,6 +76,7 @@ def simulate(
             checkpoint=None if checkpoint is None else Path(checkpoint),
             resume=resume,
             progress=progress,
+            callbacks=callbacks,
         )
 
 

@@ -8,6 +8,7 @@ from nafi.fusion.clients import check_class_axis, check_clients
 from nafi.fusion.descent import Descent, in_place, next_group
 from nafi.fusion.distill import distill
 from nafi.fusion.ensemble import Ensemble, EnsembleNetwork
+from nafi.fusion.forecast import Forecast, forecast
 from nafi.fusion.frontier import BUDGETS, Frontier, Point, frontier
 from nafi.fusion.head import (
     SCALES,
@@ -35,7 +36,7 @@ from nafi.fusion.method import AligningMethod, Alignment, Method, Progress
 from nafi.fusion.moments import input_moments
 from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
 from nafi.fusion.pooling import bounded_sums, pool_layers
-from nafi.fusion.probe import PROBE_LIMIT, read_probe
+from nafi.fusion.probe import PROBE_LIMIT, made_up_count, read_probe
 from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import Agreement, Body, FusionResult, Scores
@@ -67,6 +68,7 @@ __all__ = [
     "Ensemble",
     "EnsembleNetwork",
     "FedAvg",
+    "Forecast",
     "Frontier",
     "FusionResult",
     "FusionWarning",
@@ -102,12 +104,14 @@ __all__ = [
     "distill",
     "empty_head",
     "fit_head",
+    "forecast",
     "frontier",
     "fuse",
     "in_place",
     "input_moments",
     "layer_shapes",
     "layer_statistics",
+    "made_up_count",
     "make_method",
     "measured_size",
     "merge_tensors",

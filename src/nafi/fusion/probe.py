@@ -78,6 +78,11 @@ def noise_stands_for(example_inputs: Inputs) -> bool:
     return len(leaves) == 1 and leaves[0].is_floating_point() and leaves[0].ndim > 1
 
 
+def made_up_count(example_inputs: Inputs) -> int:
+    """How many inputs would be made up."""
+    return len(noise_inputs(example_inputs)) if noise_stands_for(example_inputs) else 0
+
+
 def made_up_probe(model: nn.Module, example_inputs: Inputs) -> Inputs | None:
     """Noise as a probe; None for a network of other inputs, or that does not run on noise."""
     try:

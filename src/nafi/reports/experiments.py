@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 from nafi.errors import InputError, require
 from nafi.files import atomic_path
 from nafi.reports import figures
+from nafi.reports.pages import write_html
 from nafi.reports.records import Paper, Record, TextTable, markdown
 from nafi.reports.views import USUAL, VIEWS, Material, Photos, check_views
-from nafi.version import __version__
-
-require("jinja2")
-
-from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+require("jinja2")
 
 _BEGIN, _END = "<!-- generated: begin -->", "<!-- generated: end -->"
 
@@ -67,13 +65,7 @@ def sections(
 
 def write_page(path: Path, content: Sequence[Section]) -> None:
     """All sections as one HTML file."""
-    environment = Environment(
-        loader=PackageLoader("nafi.reports"), autoescape=True, undefined=StrictUndefined
-    )
-    template = environment.get_template("experiments.html")
-    page = template.render(sections=content, version=__version__, enumerate=enumerate)
-    with atomic_path(path) as partial:
-        partial.write_text(page, encoding="utf-8")
+    write_html(path, "experiments.html", sections=content)
 
 
 def write_markdown(path: Path, content: Sequence[Section]) -> None:

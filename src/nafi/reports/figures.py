@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
+from math import inf
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -33,65 +34,74 @@ def check_picture(path: Path) -> None:
         )
 
 
-def save(figure: Figure, path: Path) -> None:
+def draw(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the file's suffix."""
     check_picture(path)
     with atomic_path(path) as partial:
         figure.savefig(partial, dpi=150)
 
 
-def draw_demo(
-    points: Sequence[tuple[str, float, int]],
-    local: Sequence[float],
-    counts: npt.NDArray[np.int64],
-    path: Path,
-) -> None:
-    """What each client has seen, and accuracy against the size of the fused model.
-
-    points: (method, accuracy in percent, hidden neurons); local: accuracies of the clients alone;
-    counts: (clients, classes) samples
-    """
-    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.7])
-    left.imshow(counts, cmap="Blues", aspect="auto")
+def samples_figure(counts: npt.NDArray[np.int64]) -> Figure:
+    """What each client has seen; counts: (clients, classes) samples."""
+    figure, axes = _figure(4.8, 3.4)
+    axes.imshow(counts, cmap="Blues", aspect="auto")
     for (row, column), count in np.ndenumerate(counts):
         dark = count > counts.max() / 2
-        left.text(
-            column, row, count, ha="center", va="center", color="white" if dark else "#1b2430"
-        )
-    left.set_title("Samples of each client", fontsize="medium")
-    left.set_xlabel("digit")
-    left.set_ylabel("client")
-    left.set_xticks(range(counts.shape[1]))
-    left.set_yticks(range(len(counts)), [str(s + 1) for s in range(len(counts))])
-    right.axhspan(min(local), max(local), color="#d8dee6", label="clients alone, worst to best")
-    right.axhline(float(np.mean(local)), color="#51606f", linewidth=1, label="clients alone, mean")
-    for method, accuracy, neurons in points:
-        right.plot(neurons, accuracy, "o", color=_colour(method))
-    _label_points(right, points)
-    right.set_xscale("log")
-    sizes = sorted({neurons for _, _, neurons in points})
-    right.set_xlim(0.8 * sizes[0], 1.9 * sizes[-1])
-    right.set_xticks(sizes, [str(n) for n in sizes])
-    right.minorticks_off()
-    right.set_ylim(0, 102)
-    right.set_title("One model from all of them", fontsize="medium")
-    right.set_xlabel("hidden neurons")
-    right.set_ylabel("accuracy on test digits, %")
-    right.legend(loc="lower right", fontsize="small")
-    save(figure, path)
+        colour = "white" if dark else "#1b2430"
+        axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=9)
+    axes.set_xlabel("digit")
+    axes.set_ylabel("client")
+    axes.set_xticks(range(counts.shape[1]))
+    axes.set_yticks(range(len(counts)), [str(s + 1) for s in range(len(counts))])
+    return figure
 
 
-def _label_points(axes: Any, points: Sequence[tuple[str, float, int]]) -> None:
-    """Names beside the points, pushed apart where they would lie on each other."""
-    placed: list[tuple[int, float]] = []
-    for method, accuracy, neurons in sorted(points, key=lambda p: -p[1]):
-        near = [height for other, height in placed if 1 / 3 < other / neurons < 3]
-        height = min([accuracy, *(below - 5 for below in near if abs(below - accuracy) < 15)])
-        placed.append((neurons, height))
-        axes.annotate(
-            f" {method} {accuracy:.1f}", (neurons * 1.03, height), va="center", fontsize="small"
-        )
+def sizes_figure(
+    alone: tuple[float, float],
+    points: Sequence[tuple[str, float, float]],
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    ensemble: tuple[float, float],
+) -> Figure:
+    """Accuracy over parameters: clients alone, methods at one size, some at several, the ensemble.
+
+    alone: the worst and the best client; points: (method, size, accuracy), without those of curves
+    curves: method -> (size, accuracy); sizes are parameters, times one client's. What lies far
+        below everything else stands at the lower end, with its number.
+    """
+    figure, axes = _figure(4.8, 4.0)
+    known = [accuracy for places in curves.values() for _, accuracy in places]
+    low, high = min([*alone, *known]) - 8, max([*alone, *known, ensemble[1]])
+    axes.axhspan(*alone, color="#dbe3ec", label="clients alone")
+    for name, places in curves.items():
+        axes.plot(*zip(*places, strict=True), "o-", color=_colour(name), label=name, linewidth=1.8)
+    for name, size, accuracy in points:
+        shape = "s" if accuracy > low else "v"  # further down than the axis reaches
+        axes.plot(size, max(accuracy, low + 2), shape, color=_colour(name), markersize=6)
+    _label_points(axes, points, low + 2, known)
+    axes.plot(*ensemble, "D", color=_GREY, markersize=7, label="ensemble")
+    sizes = [0.5, 1, 2, 4, 8]
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:g}x" for size in sizes])
+    axes.set_xlim(0.42, max(10, 1.2 * ensemble[0]))
+    axes.minorticks_off()
+    axes.set_ylim(low, high + 3)
+    axes.set_xlabel("parameters, times one client's")
+    axes.set_ylabel("accuracy on test digits, %")
+    axes.legend(loc="lower right", facecolor="white", framealpha=1, edgecolor="white")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _label_points(
+    axes: Any, points: Sequence[tuple[str, float, float]], low: float, curves: Sequence[float]
+) -> None:
+    """Names and numbers to the left of the points, clear of each other and of the curves."""
+    gap, below = 2.8, inf
+    for name, size, accuracy in sorted(points, key=lambda point: -point[2]):
+        beside = [height for height in curves if abs(height - accuracy) < gap]
+        below = min(max(min([accuracy, *(h - gap for h in beside)]), low), below - gap)
+        text = f"{name} {accuracy:.1f}  "
+        axes.annotate(text, (size, below), ha="right", va="center", fontsize="small")
 
 
 # One colour for a family of methods in every figure; fedma is pfnm in rounds.

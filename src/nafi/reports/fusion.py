@@ -12,10 +12,11 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from nafi.files import atomic_path
-from nafi.version import __version__
+from nafi.reports.pages import write_html
+from nafi.reports.terminal import terminal_table
 
 Rows = Sequence[Mapping[str, Any]]
 Fits = Mapping[str, Mapping[str, Any]]
@@ -43,30 +44,26 @@ _FIT_HEADINGS = ("weight", "error before", "after", "ridge", "inputs", "samples"
 
 def fusion_table(rows: Rows, title: str) -> Table:
     """A row a group; `rows` as `FusionResult.summary` gives them."""
-    table = Table(title=title)
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "group" else "right")
+    table = terminal_table(title, _HEADINGS)
     for row in rows:
-        table.add_row(*_cells(row))
+        table.add_row(*map(escape, _cells(row)))
     return table
 
 
 def judgement_table(scores: Mapping[str, Any]) -> Table:
     """The scores of clients, ensemble and fused model, as `Scores.to_dict` gives them."""
-    table = Table(title="Scores, the higher the better")
-    table.add_column("model")
-    table.add_column("score", justify="right")
+    table = terminal_table("Scores, the higher the better", ["model", "score"])
     for entry in _scored(scores):
         style = "bold" if entry["kind"] == "fused" else ""
-        table.add_row(entry["name"], entry["told"], style=style)
+        table.add_row(escape(entry["name"]), entry["told"], style=style)
     return table
 
 
 def frontier_table(points: Rows) -> Table:
     """Every network that was tried, as `Frontier.to_dict` gives them; the best in bold."""
-    table = Table(title="Scores over sizes; sizes in those of one client")
-    for heading in ("method", "budget", "parameters", "multiply-adds", "score"):
-        table.add_column(heading, justify="left" if heading in ("method", "budget") else "right")
+    headings = ("method", "budget", "parameters", "multiply-adds", "score")
+    title = "Scores over sizes; sizes in those of one client"
+    table = terminal_table(title, headings, texts=["budget"])
     best = max(point["score"] for point in points if point["score"] is not None)
     for point in points:
         numbers = [f"{point['params']:.2f}", f"{point['flops']:.2f}", _told(point["score"])]
@@ -77,11 +74,10 @@ def frontier_table(points: Rows) -> Table:
 
 def fits_table(fits: Fits) -> Table:
     """How each weight was refitted: `fits` holds the fields of a `LayerFit` for each."""
-    table = Table(title="Refitted on the probe; errors are shares of the variance")
-    for heading in _FIT_HEADINGS:
-        table.add_column(heading, justify="left" if heading == "weight" else "right")
+    title = "Refitted on the probe; errors are shares of the variance"
+    table = terminal_table(title, _FIT_HEADINGS)
     for name, fit in fits.items():
-        table.add_row(*_fit_cells(name, fit))
+        table.add_row(*map(escape, _fit_cells(name, fit)))
     return table
 
 
@@ -89,6 +85,7 @@ def write_fusion_page(
     path: Path,
     rows: Rows,
     title: str,
+    what: str,
     facts: Mapping[str, Any],
     *,
     verdict: Mapping[str, Any],
@@ -100,21 +97,19 @@ def write_fusion_page(
 ) -> None:
     """One self-contained page: how good the result is, and who shares the neurons of each group.
 
-    verdict: tone, text and advice
+    what: the page in a sentence; verdict: tone, text and advice
     scores, agreement: of clients, ensemble and fused model, as their `to_dict` gives them
     kept: weight -> why it was not refitted
     frontier: networks of other sizes, as `Frontier.to_dict` gives them
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # of nafi[lab]; tables need none
-
-    environment = Environment(
-        loader=PackageLoader("nafi.reports"), autoescape=True, undefined=StrictUndefined
-    )
     groups = [
         {"cells": _cells(row), "bars": _bars(row["shared"]), "name": row["group"]} for row in rows
     ]
-    page = environment.get_template("fusion.html").render(
+    write_html(
+        path,
+        "fusion.html",
         title=title,
+        what=what,
         verdict=verdict,
         charts=[*_score_chart(scores), *_agreement_chart(agreement, fitted=bool(fits))],
         fits=[_fit_row(name, fit) for name, fit in (fits or {}).items()],
@@ -124,11 +119,8 @@ def write_fusion_page(
         groups=groups,
         pictures=[_picture(frontier, *axis) for axis in _SIZE_AXES if frontier],
         facts=facts,
-        version=__version__,
         models=len(rows[0]["local"]) if rows else 0,
     )
-    with atomic_path(path) as partial:
-        partial.write_text(page, encoding="utf-8")
 
 
 def _picture(points: Rows, size: str, title: str) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""`nafi fuse --dry-run`: what would be done, from headers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import nafi
+from tests.test_cli import complaint, run
+from tests.test_cli_fuse import folder, network
+
+__all__ = ["folder"]  # a fixture
+
+FILES = ["0.safetensors", "1.safetensors"]
+
+
+@pytest.fixture
+def clients(folder: Path) -> Path:
+    """Two checkpoints of different widths that name their factory."""
+    for s, first in enumerate([10, 7]):
+        nafi.save(network(s, first), folder / FILES[s], factory="networks:net")
+    return folder
+
+
+def planned(folder: Path, *more: str, files: list[str] = FILES) -> dict[str, Any]:
+    before = sorted(folder.iterdir())
+    arguments = ["fuse", *files, "--out", "g.safetensors", *more]
+    done = run(*arguments, "--dry-run", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert sorted(folder.iterdir()) == before, "something was written"
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--probe", "none"],
+        ["--probe", "none", "--max-width", "1.3x"],
+        ["--probe", "noise", "--budget", "1.5 params"],
+        ["--probe", "none", "--method", "pfnm"],
+        ["--probe", "none", "--method", "ot"],
+        ["--probe", "none", "--method", "stack"],
+    ],
+)
+def test_the_fused_widths_lie_within_the_forecast(options: list[str], clients: Path) -> None:
+    plan = planned(clients, *options)
+    assert [group["local"] for group in plan["groups"]] == [[10, 7], [8, 8]]
+    done = run("fuse", *FILES, "--out", "g.safetensors", *options, "--json", cwd=clients)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    widths = {row["group"]: row["width"] for row in told["groups"]}
+    for group in plan["groups"]:
+        assert group["least"] <= widths.get(group["name"], 18) <= group["most"]
+    least, most = plan["params"]
+    assert least <= told["size"]["params"] <= most
+    assert plan["of_client"] == sum(p.numel() for p in network(0).parameters())
+    assert plan["seconds"] > 0
+    copies = sum(p.numel() for s in (10, 7) for p in network(0, s).parameters()) * 4
+    assert plan["bytes"] >= copies
+
+
+def test_only_headers_are_read(clients: Path) -> None:
+    """A checkpoint of NaN, which a fusion refuses, is no news to a dry run."""
+    for file in FILES:
+        tensors = load_file(clients / file)
+        save_file(
+            {name: torch.full_like(t, torch.nan) for name, t in tensors.items()}, clients / file
+        )
+    model = ["--model", "networks:net", "--probe", "none"]
+    assert len(planned(clients, *model)["groups"]) == 2
+    done = run("fuse", *FILES, "--out", "g.safetensors", *model, cwd=clients)
+    assert done.returncode == 2
+    assert "NaN" in done.stderr
+
+
+def test_a_recipe_can_be_tried_and_people_are_told(clients: Path) -> None:
+    (clients / "r.toml").write_text(
+        f"checkpoints = {FILES}\nout = 'g.safetensors'\nprobe = 'x.npy'"
+    )
+    done = run("fuse", "r.toml", "--dry-run", cwd=clients)
+    assert done.returncode == 0, done.stderr
+    for words in [
+        "2 models would be fused by nafi",
+        "7 to 10",
+        "10 to 17",
+        "as just measured",
+        "the probe x.npy is not looked at: 256 inputs are assumed",
+        "nothing was written",
+    ]:
+        assert words in done.stdout
+    assert not (clients / "g.safetensors").exists()
+
+
+def test_inputs_of_a_probe_are_counted(clients: Path) -> None:
+    save_file({"x": torch.zeros(40, 6)}, clients / "x.safetensors")
+    for probe, count in [("x.safetensors", 40), ("noise", 256)]:
+        how = planned(clients, "--probe", probe)["how"]
+        assert any(f"2 networks over {count} inputs" in line for line in how)
+
+
+def test_what_has_no_header_or_other_tensors_is_named(
+    clients: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"0.weight": torch.zeros(3, 3)}, clients / "odd.safetensors")
+    for files, words in [
+        (["c.pt", *FILES], "c.pt has no header to read"),
+        ([FILES[0], "odd.safetensors"], "odd.safetensors is not a checkpoint of this network"),
+        (["a.safetensors", "b.safetensors"], "give --model"),
+        (["no.safetensors", FILES[0]], "no.safetensors cannot be read"),
+    ]:
+        arguments = ["fuse", *files, "--out", "g.safetensors", "--dry-run"]
+        assert words in complaint(arguments, clients, monkeypatch, capsys)
+    several = ["--frontier", "--probe", "noise", "--validate", "networks:size", "--dry-run"]
+    arguments = ["fuse", *FILES, "--out", "g.safetensors", *several]
+    assert "leave out --frontier" in complaint(arguments, clients, monkeypatch, capsys)
