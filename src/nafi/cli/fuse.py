@@ -43,8 +43,8 @@ def fuse(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            help="Two or more files, safetensors or torch.save of tensors; or Hugging Face folders. "
-            "Or one recipe, .toml, that says all of this; what is given here comes first."
+            help="Two or more files, safetensors or torch.save of tensors, or Hugging Face "
+            "folders; or one recipe, .toml, that says all of this. What is given here comes first."
         ),
     ],
     out: Annotated[

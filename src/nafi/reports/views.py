@@ -194,7 +194,7 @@ def _penalty(material: Material) -> Iterator[TextTable | Figure]:
     records = [r for r in material.records if isinstance(_penalty_of(r), int | float)]
     pairs = {(float(r["chosen"]["penalty"]), r["method"]) for r in records}
     names = dict(pairs)
-    if not pairs or not len(pairs) == len(names) == len(set(names.values())):
+    if len(names) < 2 or not len(pairs) == len(names) == len(set(names.values())):
         return
     cells = by_cell(records, lambda r: r["test"])
     penalties = sorted(names)
