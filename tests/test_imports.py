@@ -38,7 +38,6 @@ ALLOWED: dict[str, set[str]] = {
     "tensor_files": set(),
     "huggingface": {"comparison", "files", "graph", "tensor_files"},
     "model_card": {"fusion"},
-    "prefixes": set(),
     "checkpoints": {
         "comparison",
         "factories",
@@ -48,7 +47,6 @@ ALLOWED: dict[str, set[str]] = {
         "huggingface",
         "manifest",
         "model_card",
-        "prefixes",
         "tensor_files",
     },
     "statistics_files": {"fusion", "files"},
@@ -98,7 +96,6 @@ RESERVED = {
         "huggingface",
         "headers",
         "manifest",
-        "prefixes",
         "probes",
         "statistics_files",
         "tensor_files",

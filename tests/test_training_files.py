@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import nafi
+from nafi.checkpoints import PrefixWarning
 from nafi.errors import CheckpointError, InputError
-from nafi.prefixes import PrefixWarning
 from tests.fusion.networks import gap, seeded
 from tests.test_cli import run
 
@@ -88,14 +88,14 @@ def lightning(model: nn.Module, prefix: str = "model.", **more: Any) -> dict[str
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "networks.py").write_text(NETWORKS)
+    (tmp_path / "training_networks.py").write_text(NETWORKS)
     for seed, name in enumerate("ab"):
         torch.save(lightning(seeded(seed, 8, 12, 9, 5)), tmp_path / f"{name}.ckpt")
     return tmp_path
 
 
 def fuse(folder: Path, *more: str, network: str = "net") -> tuple[int, str]:
-    options = ["--model", f"networks:{network}", "--out", "g.safetensors", "--force", *more]
+    options = ["--model", f"training_networks:{network}", "--out", "g.safetensors", "--force", *more]
     done = run("fuse", "a.ckpt", "b.ckpt", *options, cwd=folder)
     return done.returncode, done.stderr
 
@@ -153,7 +153,7 @@ def test_what_would_run_code_is_named(tmp_path: Path) -> None:
 
 
 def test_forwards_of_keywords_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "networks.py").write_text(NAMED)
+    (folder / "training_networks.py").write_text(NAMED)
     models = []
     for seed, name in enumerate("ab"):
         torch.manual_seed(seed)
@@ -197,5 +197,5 @@ def test_lazy_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         nafi.fuse([models[0], lazy()], inputs)
     with pytest.raises(CheckpointError, match=r"a\.ckpt: the network has lazy layers, which need"):
         nafi.load("a.ckpt", lazy)
-    done = run("inspect", "--model", "networks:lazy", "--input-shape", "4,8", cwd=folder)
+    done = run("inspect", "--model", "training_networks:lazy", "--input-shape", "4,8", cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,109 @@
+"""The checkpoints of several clients, and what they say about their data.
+
+Hides: where networks and example inputs come from. Promises: networks of one architecture, each at
+its own widths, or an error that names the file.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nafi.checkpoints.loading import from_config, read
+from nafi.checkpoints.restoring import like_weights, restore
+from nafi.errors import InputError, few
+from nafi.factories import load_factory, resolve_inputs
+from nafi.fusion import FusionWarning
+from nafi.graph import Inputs
+from nafi.huggingface import fill_network, make_inputs, unlike_companions
+from nafi.manifest import Manifest
+
+
+@dataclass(frozen=True, eq=False)
+class ClientFiles:
+    """Several checkpoints of one architecture, and what they say about their data.
+
+    factory: makes their network; None if their configurations do
+    folders: those that are Hugging Face folders
+    """
+
+    models: list[nn.Module]
+    example_inputs: Inputs
+    factory: str | None
+    class_counts: list[list[float]] | None
+    sample_counts: list[float] | None
+    folders: list[Path]
+
+
+def load_clients(
+    paths: Sequence[str | Path],
+    factory: str | None,
+    shapes: Sequence[str] = (),
+    strip_prefix: str | None = None,
+) -> ClientFiles:
+    """Read the checkpoints of clients, each at its own widths.
+
+    factory: "package.module:function"; if None, the one that the files name
+    shapes: of the inputs, without the batch, like "3,32,32"; if empty, from a function
+        example_inputs() beside the factory, or from the files
+    strip_prefix: what stands before the names of tensors in the files; guessed if None
+    """
+    files = [read(path) for path in paths]
+    manifests = [manifest for _, manifest in files]
+    factory = factory or next((m.factory for m in manifests if m.factory), None)
+    for path, manifest in zip(paths, manifests, strict=True):
+        if manifest.members is not None:
+            raise InputError(f"{path} is several networks side by side; fuse its clients instead")
+        if factory is None and manifest.config is None:
+            raise InputError(f"{path} does not say what makes its network: give --model")
+    folders = [Path(path) for path in paths if Path(path).is_dir()]
+    difference = unlike_companions(folders)
+    if difference:
+        text = f"{difference}: fuse networks that count words in the same way only"
+        warnings.warn(text, FusionWarning, stacklevel=2)
+    if factory is None:
+        models = [
+            fill_network(manifest.config or {}, state, str(path))
+            if Path(path).is_dir()
+            else from_config(state, manifest, str(path))
+            for path, (state, manifest) in zip(paths, files, strict=True)
+        ]
+        inputs: Inputs = resolve_inputs(shapes, lambda: make_inputs(models[0]))
+    else:
+        inputs = _client_inputs(factory, shapes, manifests)
+        models = [
+            restore(load_factory(factory)[0], state, manifest, inputs, str(path), strip_prefix)
+            for path, (state, manifest) in zip(paths, files, strict=True)
+        ]
+    return ClientFiles(
+        models,
+        like_weights(inputs, models[0]),
+        factory,
+        _from_all(paths, [m.class_counts for m in manifests], "class counts"),
+        _from_all(paths, [m.sample_count for m in manifests], "sample counts"),
+        folders,
+    )
+
+
+def _client_inputs(factory: str, shapes: Sequence[str], manifests: Iterable[Manifest]) -> Inputs:
+    """Example inputs: of the shapes, else from beside the factory, else as the first file says."""
+    _, example_inputs = load_factory(factory)
+    saved = next((m.example_inputs() for m in manifests if m.inputs), None)
+    if saved is not None and not shapes and example_inputs is None:
+        return saved
+    return resolve_inputs(shapes, example_inputs)
+
+
+def _from_all(paths: Sequence[str | Path], values: list[Any], what: str) -> list[Any] | None:
+    """The values if every file has one, else None, with a warning if only some files have one."""
+    missing = [str(path) for path, value in zip(paths, values, strict=True) if value is None]
+    if missing and len(missing) < len(values):
+        has = "have" if len(missing) > 1 else "has"
+        text = f"the {what} of other files are not used, since {few(missing)} {has} none"
+        warnings.warn(text, FusionWarning, stacklevel=3)
+    return None if missing else values
