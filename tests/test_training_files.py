@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +89,19 @@ def lightning(model: nn.Module, prefix: str = "model.", **more: Any) -> dict[str
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "training_networks.py").write_text(NETWORKS)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """With a module of factories that is not mistaken for that of another folder."""
+    (tmp_path / "networks.py").write_text(NETWORKS)
     for seed, name in enumerate("ab"):
         torch.save(lightning(seeded(seed, 8, 12, 9, 5)), tmp_path / f"{name}.ckpt")
-    return tmp_path
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "networks", raising=False)
+    yield tmp_path
+    sys.modules.pop("networks", None)
 
 
 def fuse(folder: Path, *more: str, network: str = "net") -> tuple[int, str]:
-    options = ["--model", f"training_networks:{network}", "--out", "g.safetensors", "--force", *more]
+    options = ["--model", f"networks:{network}", "--out", "g.safetensors", "--force", *more]
     done = run("fuse", "a.ckpt", "b.ckpt", *options, cwd=folder)
     return done.returncode, done.stderr
 
@@ -153,7 +159,7 @@ def test_what_would_run_code_is_named(tmp_path: Path) -> None:
 
 
 def test_forwards_of_keywords_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "training_networks.py").write_text(NAMED)
+    (folder / "networks.py").write_text(NAMED)
     models = []
     for seed, name in enumerate("ab"):
         torch.manual_seed(seed)
@@ -197,5 +203,5 @@ def test_lazy_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         nafi.fuse([models[0], lazy()], inputs)
     with pytest.raises(CheckpointError, match=r"a\.ckpt: the network has lazy layers, which need"):
         nafi.load("a.ckpt", lazy)
-    done = run("inspect", "--model", "training_networks:lazy", "--input-shape", "4,8", cwd=folder)
+    done = run("inspect", "--model", "networks:lazy", "--input-shape", "4,8", cwd=folder)
     assert done.returncode == 0, done.stderr
