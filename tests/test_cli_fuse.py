@@ -369,9 +369,7 @@ def test_scores_are_told_and_drawn(folder: Path) -> None:
     for name in FILES:
         assert re.search(rf"│ {re.escape(name)} +│ +185 │", out), out
     assert re.search(r"│ ensemble +│ +555 │", out)
-    assert re.search(
-        r"scores \d+: above the best client \(185\), and not above their ensemble", out
-    )
+    assert re.search(r"scores \d+: above the best client \(185\), and below their ensemble", out)
     text = (folder / "page.html").read_text()
     page = Page(text)
     assert page.tags["svg"] == 2 + len(FILES) + 2  # groups; clients, ensemble, fused

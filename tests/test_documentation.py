@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +104,10 @@ from torch import nn
 def network():
     return nn.Sequential(nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 10))
 
+def batches():
+    inputs = torch.randn(200, 64, generator=torch.Generator().manual_seed(1))
+    yield inputs, torch.arange(200) % 10
+
 def accuracy(model):
     return (model(torch.eye(64)).argmax(1) == torch.arange(64) % 10).double().mean()
 """
@@ -132,6 +137,10 @@ def test_the_commands_of_the_readme_run(clients_folder: Path) -> None:
         if place.startswith("README.md") and words[0] not in ("run", "report"):
             done = CliRunner().invoke(app, words)
             assert done.exit_code == 0, f"{place}: {done.output}"
+        if words[0] == "statistics" and place.startswith("README.md"):  # so do the other clients
+            for other in ("b.stats", "c.stats"):
+                shutil.copy("a.stats", other)
+    assert nafi.load("solved.safetensors")(torch.zeros(2, 64)).shape == (2, 10)
     assert nafi.load("fused.safetensors")(torch.zeros(2, 64)).shape == (2, 10)
     assert (clients_folder / "fused.html").exists()
     assert (clients_folder / "hospitals" / "README.md").exists()

@@ -204,6 +204,7 @@ GOOD = Scores((0.2, 0.4), 0.3, 0.5, ("a", "b"))
         (GOOD, "good", "0.5: above the best client (0.4), and above their ensemble (0.3)."),
         (replace(GOOD, fused=0.4, ensemble=0.45), "good", "level with the best client (0.4), and"),
         (replace(GOOD, ensemble=None), "good", "above the best client (0.4)."),
+        (replace(GOOD, ensemble=0.5), "good", "above the best client (0.4), and level with their"),
         (replace(GOOD, fused=0.39), "bad", "scores 0.39, b alone 0.4."),
         (replace(GOOD, fused=-inf), "bad", "scores NaN"),
     ],
@@ -212,7 +213,9 @@ def test_a_verdict_says_what_was_scored(scores: Scores, tone: str, told: str) ->
     found = verdict(FusionResult(nn.Identity(), scores=scores))
     assert found.tone == tone
     assert told in found.text
-    assert bool(found.advice) == (tone == "bad")
+    below = scores.ensemble is not None and scores.fused < scores.ensemble
+    assert bool(found.advice) == (tone == "bad" or below)
+    assert any("nafi head" in advice for advice in found.advice) == bool(found.advice)
 
 
 def test_counts_of_classes_are_advised_where_they_would_count_and_are_missing() -> None:
@@ -230,6 +233,8 @@ def test_counts_of_classes_are_advised_where_they_would_count_and_are_missing() 
             )
         assert any("--class-counts" in advice for advice in verdict(found).advice) == advised
         assert any("--class-counts" in str(warning.message) for warning in caught) == advised
+        unscored = verdict(replace(found, scores=None))
+        assert any("--class-counts" in advice for advice in unscored.advice) == advised
 
 
 def test_a_verdict_without_scores_is_none() -> None:

@@ -436,7 +436,7 @@ def _tell(
         lines.append(f"The page is in {report}")
     found = verdict(result)
     lines.append(found.text)
-    if found.tone == "unknown":  # what to try against a bad result was said in a warning
+    if found.tone != "bad":  # what to try against a bad result was said in a warning
         lines += [f"- {advice}" for advice in found.advice]
     for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)

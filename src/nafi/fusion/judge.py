@@ -34,6 +34,14 @@ WITHOUT_PROBE = (
 )
 
 
+# What brings more than another setting of the same method.
+_MORE = (
+    "solve the last layer from clients' labels: nafi statistics, then nafi head",
+    "keep clients side by side, cut down to a budget: method stack (--method stack --budget "
+    '"1.0 params")',
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What is known of a result, in a sentence or two.
@@ -160,6 +168,7 @@ def verdict(result: FusionResult) -> Verdict:
     if result.scores is not None:
         return _scored(result.scores, _advice(result))
     score_it = "score it against its clients: validate=, or --validate module:function"
+    advice = (score_it, *_counts(result))
     if result.agreement is not None:
         made_up = result.diagnostics.get("probe") in (NOISE, SYNTHETIC)
         where = f"On {result.agreement.inputs} inputs "
@@ -167,11 +176,11 @@ def verdict(result: FusionResult) -> Verdict:
         where += ", to which its layers were fitted," if result.fits else ""
         text = f"Nobody has scored this model. {where} {_agreed(result.agreement)}"
         real = "give some dozens of real inputs, which are far better: probe=, or --probe FILE"
-        return Verdict("unknown", text, (score_it, *([real] if made_up else [])))
+        return Verdict("unknown", text, (*advice, *([real] if made_up else [])))
     probe = "give some dozens of unlabelled inputs (or noise): probe=, or --probe FILE"
     probe = str(result.diagnostics.get("advice", probe))
     return Verdict(
-        "unknown", "Nobody has measured whether this model is any good.", (score_it, probe)
+        "unknown", "Nobody has measured whether this model is any good.", (*advice, probe)
     )
 
 
@@ -183,12 +192,18 @@ def _scored(scores: Scores, advice: tuple[str, ...]) -> Verdict:
         return Verdict("bad", text, advice)
     beside = ""
     if scores.ensemble is not None:
-        side = "above" if scores.fused > scores.ensemble else "not above"
-        beside = f", and {side} their ensemble ({told(scores.ensemble)})"
-    level = "above" if scores.fused > scores.best else "level with"
-    return Verdict(
-        "good", f"The fused model scores {fused}: {level} the best client ({best}){beside}."
-    )
+        beside = f", and {_side(scores.fused, scores.ensemble)} their ensemble"
+        beside += f" ({told(scores.ensemble)})"
+    above = _side(scores.fused, scores.best)
+    text = f"The fused model scores {fused}: {above} the best client ({best}){beside}."
+    below = scores.ensemble is not None and scores.fused < scores.ensemble
+    return Verdict("good", text, _MORE if below else ())
+
+
+def _side(value: float, other: float) -> str:
+    if value == other:
+        return "level with"
+    return "above" if value > other else "below"
 
 
 def _agreed(found: Agreement) -> str:
@@ -211,16 +226,22 @@ def _advice(result: FusionResult) -> tuple[str, ...]:
         if result.agreement is not None or result.fits
         else "give some dozens of unlabelled inputs to refit its layers on: probe=, or --probe"
     )
-    counts = (
-        "if clients know different classes, say how many samples of each they have: class_counts=, "
-        "or --class-counts"
-    )
     return (
-        *([] if result.diagnostics.get("class_counts", True) else [counts]),
-        "let it be wider: max_width=2.0 or more and a lower penalty",
+        *_counts(result),
+        "let it be wider: max_width=2.0 and penalty=0.01, or --max-width 2x --penalty 0.01",
         probe,
-        "keep clients side by side, cut down to a budget: method stack",
+        *_MORE,
         "train on from it in rounds: the strategy match-then-average",
+    )
+
+
+def _counts(result: FusionResult) -> tuple[str, ...]:
+    """Advice where counts of classes would have been used."""
+    if result.diagnostics.get("class_counts", True):
+        return ()
+    return (
+        "if clients know different classes, say how many samples of each they have: class_counts=, "
+        "or --class-counts",
     )
 
 
