@@ -72,7 +72,7 @@ def reference() -> dict[str, torch.Tensor]:
 def test_the_app_is_named_after_its_folder(written: Path) -> None:
     settings = (written / "pyproject.toml").read_text()
     assert 'name = "my-digits"' in settings
-    assert f'dependencies = ["nafi[flower]=={nafi.__version__}"]' in settings
+    assert f'dependencies = ["nafi[flower,lab]=={nafi.__version__}"]' in settings
     assert all(name in settings for name in STRATEGIES)
     assert (written / "README.md").read_text().startswith("# my-digits")
     assert not [p for p in written.rglob("*.*") if "PACKAGE" in p.read_text(errors="replace")]
