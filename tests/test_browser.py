@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from nafi.experiments import report_of
+from nafi.experiments import read_runs, report_of
 from nafi.reports import sections, write_page
 from tests.test_reports import demo_page, fusion_page, runs
 from tests.test_site import build
@@ -65,6 +65,21 @@ addEventListener("load", () => setTimeout(() => {
 }, 800));
 </script>
 """
+# Says how many rows have a name, how many names take more than a line, and how many tables are cut.
+NAMES_PROBE = """
+<script>
+addEventListener("load", () => {
+  const names = [...document.querySelectorAll("td:first-child")];
+  const line = parseFloat(getComputedStyle(document.body).lineHeight);
+  const text = document.createRange();
+  const height = e => { text.selectNodeContents(e); return text.getBoundingClientRect().height; };
+  const cut = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth);
+  say(`names:${names.length} broken:${names.filter(e => height(e) > 1.5 * line).length} `
+    + `cut:${cut.length}`);
+});
+</script>
+"""
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def chromium(*arguments: str) -> str:
@@ -131,6 +146,17 @@ def test_tables_and_figures_are_visible(tmp_path: Path, width: int, height: int)
     assert (ink > 0).mean() > 0.2  # something is drawn on many of its lines
     colours = np.unique((pixels.reshape(-1, 3) * 15).astype(int), axis=0)
     assert len(colours) > 30  # the heat map among them
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1200, 390])
+def test_names_stay_whole_beside_long_lists(tmp_path: Path, width: int) -> None:
+    """Nine methods with the widths of 18 layers, for 8 and for 16 clients."""
+    name = "carvana-scaled"
+    records = read_runs(RESULTS / f"{name}.jsonl")[name]
+    page = tmp_path / "report.html"
+    write_page(page, sections({name: [{**r, "report": {"views": ["widths"]}} for r in records]}))
+    assert seen_on(page, width, 1600, NAMES_PROBE) == ["names:9", "broken:0", "cut:0"]
 
 
 @pytest.fixture(scope="module")

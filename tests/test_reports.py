@@ -141,6 +141,13 @@ def test_an_experiment_of_the_users_names_its_own_views() -> None:
         sections({"mine": [{**NETS[0], "report": {"views": ["scores"]}}]}, report_of)
 
 
+def test_it_is_told_which_experiment_is_drawn() -> None:
+    told: list[tuple[str, int, int]] = []
+    few = {"b": NETS[:1], "none": [], "a": NETS[:1]}
+    sections(few, report_of, progress=lambda *step: told.append(step))
+    assert told == [("drawing a", 0, 2), ("drawing b", 1, 2)]
+
+
 def test_any_view_can_have_another_title() -> None:
     for name, records in runs().items():
         for view in VIEWS:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -70,7 +72,7 @@ def reference() -> dict[str, torch.Tensor]:
 def test_the_app_is_named_after_its_folder(written: Path) -> None:
     settings = (written / "pyproject.toml").read_text()
     assert 'name = "my-digits"' in settings
-    assert f'dependencies = ["nafi[flower]=={nafi.__version__}"]' in settings
+    assert f'dependencies = ["nafi[flower,lab]=={nafi.__version__}"]' in settings
     assert all(name in settings for name in STRATEGIES)
     assert (written / "README.md").read_text().startswith("# my-digits")
     assert not [p for p in written.rglob("*.*") if "PACKAGE" in p.read_text(errors="replace")]
@@ -90,6 +92,42 @@ def test_the_app_comes_to_the_model_of_a_run_in_one_process(written: Path, tmp_p
     with torch.no_grad():
         right = int((model(test.inputs).argmax(dim=1) == test.labels).sum())
     assert module("task").evaluate(model) == {"accuracy": pytest.approx(100 * right / len(test))}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "unused"),
+    [
+        ("fedavg", "penalty, max_width, moments"),
+        ("fedadam", "penalty, max_width, moments"),
+        ("match-then-average", "moments"),
+        ("match-refit", "moments"),
+    ],
+)
+def test_a_run_can_choose_another_strategy(
+    written: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    strategy: str,
+    unused: str,
+) -> None:
+    """With the configuration as it was written, for layerwise."""
+    settings = tomllib.loads((written / "pyproject.toml").read_text())
+    configured = settings["tool"]["flwr"]["app"]["config"]["nafi"]
+    out = tmp_path / "global.safetensors"
+    chosen = {"strategy": strategy, "epochs": 1, "out": str(out), "checkpoint": f"{out}.run"}
+    told = {f"nafi.{name}": value for name, value in {**configured, **chosen}.items()}
+    nodes = {10 + s: Node(str(s), config={"partition-id": s}) for s in range(3)}
+    logger = logging.getLogger("nafi.federated.flower")
+    logger.addHandler(caplog.handler)  # apps log with Flower, past the handlers of the root
+    try:
+        grid = LocalGrid(module("client_app").app, nodes)
+        module("server_app").app(grid, Context(1, 0, {}, RecordDict(), told))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert nafi.load(out, module("task").network) is not None
+    warned = {r.getMessage() for r in caplog.records if r.levelno == logging.WARNING}
+    text = f"strategy {strategy} does not use these settings: {unused}"
+    assert warned == {text}
 
 
 @pytest.mark.slow

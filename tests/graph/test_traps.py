@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 import nafi
 from nafi.errors import SpecError
 from nafi.graph import SpecWarning, check_spec, fold_batchnorm, gather, permute, rebuild
+from nafi.graph.switches import Switch
 
 VECTORS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))
@@ -532,3 +535,42 @@ def test_threads_can_look_at_networks_at_once() -> None:
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(lambda network: nafi.groups(network, (VECTORS,)), networks))
     assert [list(spec.widths.values()) for spec in found] == [[width] for width in range(3, 9)]
+
+
+def test_threads_leave_logging_and_fast_kernels_as_they_were() -> None:
+    """A thread that waits for another to record must not take its settings for the usual ones."""
+    before = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
+    networks = [nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(3)]
+    start = Barrier(len(networks))
+    usual = logging.NOTSET, True
+
+    def look(network: nn.Module) -> None:
+        start.wait(60)
+        nafi.groups(network, (VECTORS,))
+
+    try:
+        logging.disable(usual[0])
+        torch.backends.mha.set_fastpath_enabled(usual[1])
+        with ThreadPoolExecutor(len(networks)) as threads:
+            for _ in range(3):
+                list(threads.map(look, networks))
+        after = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
+    finally:
+        logging.disable(before[0])
+        torch.backends.mha.set_fastpath_enabled(before[1])
+    assert after == usual
+
+
+def test_a_kernel_stays_off_until_the_last_thread_is_done() -> None:
+    """The first to come leaves first, while the second is still at work."""
+    kernel = {"on": True}
+    switch = Switch(lambda: kernel["on"], lambda value: kernel.update(on=value))
+    first, second = switch.off(), switch.off()
+    seen = []
+    for step in (first.__enter__, second.__enter__):
+        step()
+        seen.append(kernel["on"])
+    for one in (first, second):
+        one.__exit__(None, None, None)
+        seen.append(kernel["on"])
+    assert seen == [False, False, False, True]

@@ -121,9 +121,9 @@ def report(
 
     check_writable(out, overwrite=True)
     photos = find_photo if os.environ.get("NAFI_DATA") else None
-    with waiting("drawing tables and figures"):
-        content = sections(read_runs(results), report_of, photos)
-        write_page(out, content)
-        if markdown is not None:
-            write_markdown(markdown, content)
+    with progress_bar(quiet=False) as progress:
+        content = sections(read_runs(results), report_of, photos, progress)
+    write_page(out, content)
+    if markdown is not None:
+        write_markdown(markdown, content)
     Console().print(f"The page is in {out}", soft_wrap=True, markup=False)

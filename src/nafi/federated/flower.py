@@ -31,7 +31,7 @@ from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.privacy import Noise
 from nafi.federated.run import Evaluate, Outcome, Round, Run, conduct
 from nafi.federated.samples import Samples
-from nafi.federated.strategies import make_strategy, option_names
+from nafi.federated.strategies import STRATEGIES, make_strategy, option_names
 from nafi.federated.strategy import State, Strategy
 from nafi.federated.training import Loss, Training
 from nafi.files import check_writable
@@ -149,7 +149,8 @@ def server_app(
     settings: strategy, rounds, seed, fraction and the strategy's options; epochs, batch, rate and
         the rest of `Training`; nodes, wait, deadline and checkpoint of a `Federation`; quorum,
         max_bytes and max_norm of an `Acceptance`; out, the file for the global model. What the
-        app's configuration has under `nafi` goes before
+        app's configuration has under `nafi` goes before. Options of other strategies are left out,
+        with a warning
     """
     app = ServerApp()
 
@@ -192,9 +193,9 @@ def _federation(
     callbacks: Sequence[Callback],
 ) -> tuple[Path, Federation]:
     """A federation as an app's settings tell, and where its model goes."""
-    left = dict(settings)
-    name = str(left.pop("strategy", "layerwise"))
-    _check_settings(name, left)
+    chosen = dict(settings)
+    name = str(chosen.pop("strategy", "layerwise"))
+    left = _understood(name, chosen)
     out = Path(str(left.pop("out", "global.safetensors")))
     rules = {n: left.pop(n) for n in _OF_ACCEPTANCE if n in left}
     ours = {n: left.pop(n) for n in _OF_FEDERATION if n in left}
@@ -210,13 +211,23 @@ def _federation(
     return out, federation
 
 
-def _check_settings(strategy: str, settings: Mapping[str, Any]) -> None:
-    known = [*_OF_ACCEPTANCE, *_OF_FEDERATION, *_OTHERS, *option_names(strategy)]
+def _understood(strategy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without those that only other strategies have; what none has is refused.
+
+    An app's configuration is written for one strategy, and a single run may choose another.
+    """
+    everywhere = [*_OF_ACCEPTANCE, *_OF_FEDERATION, *_OTHERS]
+    known = [*everywhere, *option_names(strategy)]
+    others = {option for name in STRATEGIES for option in option_names(name)}
     for name in settings:
-        if name not in known:
+        if name not in known and name not in others:
             close = get_close_matches(name, known, 1)
             advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise InputError(f"strategy {strategy} has no setting {name!r}; {advice}")
+    unused = [name for name in settings if name not in known]
+    if unused:
+        log.warning("strategy %s does not use these settings: %s", strategy, ", ".join(unused))
+    return {name: value for name, value in settings.items() if name in known}
 
 
 class Federation(FlowerStrategy):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nafi.graph.inputs import Inputs, call
+from nafi.graph.switches import FAST_ATTENTION, MKLDNN
 from nafi.graph.trace import evaluating, named_tensors
 
 _aten = torch.ops.aten
@@ -246,15 +247,9 @@ def watch(model: nn.Module, inputs: Inputs, visit: Visit) -> frozenset[str]:
 @contextmanager
 def _plain_kernels(model: nn.Module) -> Iterator[None]:
     """Without kernels that do a whole layer of a transformer or of an LSTM at once."""
-    fast_path, mkldnn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    if any(isinstance(module, nn.LSTM) for module in model.modules()):
-        torch._C._set_mkldnn_enabled(False)
-    try:
+    recurrent = any(isinstance(module, nn.LSTM) for module in model.modules())
+    with FAST_ATTENTION.off(), MKLDNN.off() if recurrent else nullcontext():
         yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        torch._C._set_mkldnn_enabled(mkldnn)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from nafi.graph.inputs import Inputs, arguments, returned_tensors
 from nafi.graph.regions import inline_regions
+from nafi.graph.switches import FAST_ATTENTION
 
 # torch keeps what it is recording in global variables.
 _RECORDING = threading.Lock()
@@ -54,17 +55,21 @@ class Recording:
 @contextmanager
 def recording_alone() -> Iterator[None]:
     """One thread at a time; what torch has to say comes in the error that it raises."""
-    logged, fast = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
-    with _RECORDING, warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+    with (
+        _RECORDING,
+        warnings.catch_warnings(),
+        redirect_stderr(io.StringIO()),
+        # One operation for a whole layer of nn.TransformerEncoder would say nothing of its axes.
+        FAST_ATTENTION.off(),
+    ):
+        # Read only now: before, another thread that records may have disabled it.
+        logged = logging.root.manager.disable
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
-        # One operation for a whole layer of nn.TransformerEncoder would say nothing of its axes.
-        torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             logging.disable(logged)
-            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def exported(model: nn.Module, inputs: Inputs, stored: Mapping[str, Tensor]) -> Recording:

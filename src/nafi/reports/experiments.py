@@ -28,6 +28,7 @@ _BEGIN, _END = "<!-- generated: begin -->", "<!-- generated: end -->"
 # The [report] table for a record, as plain data; without "views" for the usual ones, and with what
 # `nafi run` is given under "run", where that is known.
 ReportOf = Callable[[Record], Mapping[str, Any]]
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,20 @@ def sections(
     runs: Mapping[str, Sequence[Record]],
     report_of: ReportOf = own_report,
     photos: Photos | None = None,
+    progress: Progress | None = None,
 ) -> list[Section]:
     """A section for each experiment, in the order of their names.
 
     photos: looks up what is not in records, for pictures of samples
+    progress: told which experiment is drawn, how many are done, and how many there are
     """
-    return [
-        _section(name, records, report_of(records[0]), photos)
-        for name, records in sorted(runs.items())
-        if records
-    ]
+    found = []
+    some = [(name, records) for name, records in sorted(runs.items()) if records]
+    for done, (name, records) in enumerate(some):
+        if progress is not None:
+            progress(f"drawing {name}", done, len(some))
+        found.append(_section(name, records, report_of(records[0]), photos))
+    return found
 
 
 def write_page(path: Path, content: Sequence[Section]) -> None:
