@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import nafi
 from nafi.cli.app import app as cli
+from nafi.errors import InputError
 from nafi.experiments.data import digits
 from nafi.federated import (
     STRATEGIES,
@@ -128,6 +129,13 @@ def test_a_run_can_choose_another_strategy(
     warned = {r.getMessage() for r in caplog.records if r.levelno == logging.WARNING}
     text = f"strategy {strategy} does not use these settings: {unused}"
     assert warned == {text}
+
+
+def test_protection_is_never_left_out(written: Path) -> None:
+    """A strategy that cannot screen updates, with a configuration that asks for it."""
+    told = {"nafi.strategy": "fedadam", "nafi.clip": 2.0, "nafi.trim": 0.2}
+    with pytest.raises(InputError, match="fedadam cannot screen updates; leave out clip and trim"):
+        module("server_app").app(None, Context(1, 0, {}, RecordDict(), told))
 
 
 @pytest.mark.slow

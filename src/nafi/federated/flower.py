@@ -66,6 +66,8 @@ _HEADER_BYTES = 2**24
 # What an app's configuration may hold, beside the options of its strategy.
 _OF_ACCEPTANCE = "quorum", "max_bytes", "max_norm"
 _OF_FEDERATION = "nodes", "wait", "deadline"
+# Against harmful updates: never left out without a word that stops the run.
+_GUARDS = ("clip", "trim")
 _OTHERS = "rounds", "seed", "fraction", "checkpoint", "out"
 
 
@@ -225,6 +227,11 @@ def _understood(strategy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
             advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise InputError(f"strategy {strategy} has no setting {name!r}; {advice}")
     unused = [name for name in settings if name not in known]
+    if guards := [name for name in unused if name in _GUARDS]:
+        raise InputError(
+            f"strategy {strategy} cannot screen updates; leave out {' and '.join(guards)}, or "
+            "choose another strategy"
+        )
     if unused:
         log.warning("strategy %s does not use these settings: %s", strategy, ", ".join(unused))
     return {name: value for name, value in settings.items() if name in known}
