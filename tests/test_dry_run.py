@@ -104,15 +104,35 @@ def test_inputs_of_a_probe_are_counted(clients: Path) -> None:
         assert any(f"2 networks over {count} inputs" in line for line in how)
 
 
-def test_what_has_no_header_or_other_tensors_is_named(
+def test_files_of_torch_are_looked_at_under_the_names_of_the_network(clients: Path) -> None:
+    """Wrapped as torch.compile does it, as Lightning does it, and in the format of old."""
+    state = network(2).state_dict()
+    torch.save(
+        {f"_orig_mod.{n}": torch.full_like(t, torch.nan) for n, t in state.items()},
+        clients / "a.pt",
+    )
+    torch.save({"state_dict": {f"net.{n}": t for n, t in state.items()}}, clients / "b.ckpt")
+    torch.save(network(3, 5).state_dict(), clients / "old.pt", _use_new_zipfile_serialization=False)
+    files = [FILES[1], "a.pt", "b.ckpt", "old.pt"]
+    plan = planned(clients, "--probe", "none", files=files)
+    assert [group["local"] for group in plan["groups"]] == [[7, 10, 10, 5], [8] * 4]
+    two = {f"{each}.{n}": t for n, t in state.items() for each in ("student", "teacher")}
+    torch.save(two, clients / "two.pt")
+    arguments = ["fuse", "two.pt", "two.pt", "--model", "networks:net", "--out", "g.safetensors"]
+    done = run(*arguments, "--dry-run", cwd=clients)
+    assert "under student., teacher.; say which" in done.stderr
+    assert run(*arguments, "--dry-run", "--strip-prefix", "teacher", cwd=clients).returncode == 0
+
+
+def test_what_is_no_checkpoint_or_has_other_tensors_is_named(
     clients: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"0.weight": torch.zeros(3, 3)}, clients / "odd.safetensors")
     for files, words in [
-        (["c.pt", *FILES], "c.pt has no header to read"),
+        (["networks.py", *FILES], "networks.py is neither a safetensors file nor"),
         ([FILES[0], "odd.safetensors"], "odd.safetensors is not a checkpoint of this network"),
         (["a.safetensors", "b.safetensors"], "give --model"),
-        (["no.safetensors", FILES[0]], "no.safetensors cannot be read"),
+        (["no.safetensors", FILES[0]], "no.safetensors does not exist"),
     ]:
         arguments = ["fuse", *files, "--out", "g.safetensors", "--dry-run"]
         assert words in complaint(arguments, clients, monkeypatch, capsys)

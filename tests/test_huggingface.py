@@ -399,3 +399,31 @@ def test_without_transformers_the_extra_is_named(folders: Path) -> None:
     assert done.returncode == 2
     hint = "nafi: this needs transformers, which is not installed: pip install 'nafi[hf]'\n"
     assert done.stderr == hint
+
+
+def test_a_dry_run_of_folders_forecasts_the_fused_widths(copied: Path) -> None:
+    """In one file and in several; NaN tells that no weights are read."""
+    shutil.rmtree(copied / "b")
+    write(seeded(bert, 1), copied / "b", max_shard_size="10KB")
+    arguments = ["fuse", "a", "b", "--out", "fused", "--json"]
+    done = run(*arguments, cwd=copied)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    for file in copied.glob("[ab]/*.safetensors"):
+        empty = {n: torch.full_like(t, torch.nan) for n, t in load_file(file).items()}
+        save_file(empty, file, metadata={"format": "pt"})
+    shutil.rmtree(copied / "fused")
+    done = run(*arguments, "--dry-run", cwd=copied)
+    assert done.returncode == 0, done.stderr
+    assert "config.json has fields for intermediate_size" in done.stderr
+    plan = json.loads(done.stdout)
+    assert not (copied / "fused").exists()
+    bounds = {group["name"]: (group["least"], group["most"]) for group in plan["groups"]}
+    for row in told["groups"]:
+        least, most = bounds[row["group"]]
+        assert least <= row["width"] <= most
+    assert any(most == 48 for _, most in bounds.values()), "the field of config.json may grow"
+    assert plan["of_client"] == seeded(bert, 0).num_parameters()
+    change(copied / "b", intermediate_size=20)
+    words = refusal(copied, "a", "b", "--out", "fused", "--dry-run")
+    assert "another shape than config.json says" in words

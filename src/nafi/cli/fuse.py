@@ -155,8 +155,8 @@ def fuse(
         bool,
         typer.Option(
             "--dry-run",
-            help="Say what would be matched, at which widths, and what it would take; of the "
-            "files only headers are read.",
+            help="Say what would be matched, at which widths, and what it would take; no weights "
+            "are read.",
         ),
     ] = False,
     as_json: Annotated[bool, AS_JSON] = False,
@@ -164,7 +164,7 @@ def fuse(
 ) -> None:
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
     with waiting("loading PyTorch", as_json):
-        from nafi.checkpoints import load_clients
+        from nafi.checkpoints import load_clients, outline_clients
         from nafi.files import read_json
         from nafi.fusion import BUDGETS, make_method
         from nafi.fusion import frontier as try_budgets
@@ -211,9 +211,12 @@ def fuse(
     if only_plan and frontier:
         raise InputError("--dry-run says what one fusion would do: leave out --frontier")
     if only_plan:
-        dry_run(
-            chosen, checkpoints, model, input_shape or [], "auto" if unnamed else probe, as_json
-        )
+        with print_warnings(), waiting("reading headers", as_json):
+            outlines = outline_clients(checkpoints, model, input_shape or [], strip_prefix)
+            if as_folder:
+                chosen, _ = keep_to_fields(chosen, outlines)
+        names = [str(path) for path in checkpoints]
+        dry_run(chosen, outlines, names, "auto" if unnamed else probe, as_json)
         return
     scoring = None if validate is None else _scoring(validate)
     with print_warnings(), waiting("reading checkpoints", as_json):

@@ -14,7 +14,7 @@ from nafi.cli.app import tell
 from nafi.errors import InputError, few
 
 if TYPE_CHECKING:
-    from nafi.checkpoints import ClientFiles
+    from nafi.checkpoints import ClientFiles, ClientOutlines
     from nafi.fusion import Method
     from nafi.graph import ModelSpec
 
@@ -85,15 +85,17 @@ def check_folder_method(
         )
 
 
-def keep_to_fields(method: Method, files: ClientFiles) -> tuple[Method, ModelSpec]:
+def keep_to_fields(
+    method: Method, clients: ClientFiles | ClientOutlines
+) -> tuple[Method, ModelSpec]:
     """The method with the widths kept that the configuration has no field for, and the groups."""
     from nafi.graph import groups
     from nafi.huggingface import limited, width_fields
 
-    spec = groups(files.models[0], files.example_inputs)
+    spec = groups(clients.network, clients.example_inputs)
     if not hasattr(method, "max_width") or method.max_width == 1.0:
         return method, spec
-    fields = width_fields(files.models[0], spec)
+    fields = width_fields(clients.network, spec)
     names = [field.name for field in fields]
     if names:
         what = f"config.json has fields for {few(names)}; all other widths stay as they are"

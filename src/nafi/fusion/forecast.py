@@ -25,7 +25,7 @@ from nafi.fusion.method import AligningMethod, Method
 from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.stack import Stack
 from nafi.fusion.widths import largest_factor, width_limits
-from nafi.graph import Inputs, Product, call, watch
+from nafi.graph import Inputs, Product, call, groups, rebuild, watch
 from nafi.options import is_listed
 
 # Matching and refitting takes so many runs of all networks over the probe: see docs/results.md.
@@ -120,17 +120,19 @@ def _networks(
     shapes: Sequence[Mapping[str, Tensor]],
     names: Sequence[str],
 ) -> Networks:
-    """One network in the place of all, at the widths of each checkpoint."""
-    clients = Clients((network.eval(),), ("the network of the factory",), None, None)
-    networks = prepare_networks(clients, example_inputs, None, getattr(method, "batchnorm", "fold"))
-    specs = []
+    """One network, that of the first checkpoint, in the place of all, and the widths of each."""
+    spec = groups(network, example_inputs)
+    widths = []
     for name, each in zip(names, shapes, strict=True):
         try:
-            widths = networks.architecture.fitted(each).widths
+            widths.append(spec.fitted(each).widths)
         except SpecError as error:
             raise SpecError(f"{name} is not a checkpoint of this network: {error}") from None
-        specs.append(networks.spec.resized(widths))
-    return replace(networks, specs=tuple(specs))
+    first = rebuild(network, spec, widths[0]).eval()
+    clients = Clients((first,), (names[0],), None, None)
+    known, way = spec.resized(widths[0]), getattr(method, "batchnorm", "fold")
+    networks = prepare_networks(clients, example_inputs, known, way)
+    return replace(networks, specs=tuple(networks.spec.resized(each) for each in widths))
 
 
 def _bounds(method: Method, networks: Networks) -> dict[str, tuple[int, int]]:

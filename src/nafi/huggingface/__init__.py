@@ -13,6 +13,7 @@ from nafi.huggingface.networks import (
     is_pretrained,
     load_folder,
     make_network,
+    outline,
 )
 from nafi.huggingface.widths import limited, width_fields
 from nafi.huggingface.writing import config_of, save_folder
@@ -27,6 +28,7 @@ __all__ = [
     "load_folder",
     "make_inputs",
     "make_network",
+    "outline",
     "read_config",
     "read_weights",
     "save_folder",
