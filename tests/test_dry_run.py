@@ -128,9 +128,22 @@ def test_what_is_no_checkpoint_or_has_other_tensors_is_named(
     clients: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"0.weight": torch.zeros(3, 3)}, clients / "odd.safetensors")
+    state = network(0).state_dict()
+    save_file({**state, "9.weight": torch.zeros(1)}, clients / "more.safetensors")
+    save_file({**state, "0.weight": torch.zeros(10, 5)}, clients / "five.safetensors")
     for files, words in [
         (["networks.py", *FILES], "networks.py is neither a safetensors file nor"),
-        ([FILES[0], "odd.safetensors"], "odd.safetensors is not a checkpoint of this network"),
+        (
+            [FILES[0], "odd.safetensors"],
+            "odd.safetensors is not a checkpoint of this network: the state dict lacks 0.bias, "
+            "2.weight, 2.bias and 2 more, which the network has",
+        ),
+        ([FILES[0], "more.safetensors"], "more.safetensors is not a checkpoint of this network: "),
+        ([FILES[0], "more.safetensors"], ": the network has no 9.weight"),
+        (
+            [FILES[0], "five.safetensors"],
+            ": 0.weight: found shape (10, 5), the network has (10, 6)",
+        ),
         (["a.safetensors", "b.safetensors"], "give --model"),
         (["no.safetensors", FILES[0]], "no.safetensors does not exist"),
     ]:
