@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -83,14 +84,17 @@ def test_a_recipe_can_be_tried_and_people_are_told(clients: Path) -> None:
     (clients / "r.toml").write_text(
         f"checkpoints = {FILES}\nout = 'g.safetensors'\nprobe = 'x.npy'"
     )
+    np.save(clients / "x.npy", np.zeros((30, 6), np.float32))
     done = run("fuse", "r.toml", "--dry-run", cwd=clients)
     assert done.returncode == 0, done.stderr
+    assert "0.0 s" not in done.stdout
     for words in [
         "2 models would be fused by nafi",
         "7 to 10",
         "10 to 17",
-        "as just measured",
-        "the probe x.npy is not looked at: 256 inputs are assumed",
+        "layers would be refitted on 30 inputs",
+        " MB:",
+        "- memory: ",
         "nothing was written",
     ]:
         assert words in done.stdout
@@ -99,9 +103,25 @@ def test_a_recipe_can_be_tried_and_people_are_told(clients: Path) -> None:
 
 def test_inputs_of_a_probe_are_counted(clients: Path) -> None:
     save_file({"x": torch.zeros(40, 6)}, clients / "x.safetensors")
-    for probe, count in [("x.safetensors", 40), ("noise", 256)]:
-        how = planned(clients, "--probe", probe)["how"]
-        assert any(f"2 networks over {count} inputs" in line for line in how)
+    torch.save({"x": torch.zeros(50, 6)}, clients / "x.pt")
+    for rows in (60, 2000):
+        np.save(clients / f"{rows}.npy", np.zeros((rows, 6), np.float32))
+    counts = {"x.safetensors": 40, "x.pt": 50, "60.npy": 60, "2000.npy": 1024, "noise": 256}
+    for probe, count in counts.items():
+        assert planned(clients, "--probe", probe)["probe"] == count
+    plan = planned(clients, "--probe", "networks:inputs")
+    assert plan["probe"] == 256
+    assert plan["notes"] == ["the probe networks:inputs is not looked at: 256 inputs are assumed"]
+    (clients / "bad.npy").write_bytes(b"no array")
+    for probe, words in [("bad.npy", "cannot be read as an array"), ("no.npy", "does not exist")]:
+        arguments = ["fuse", *FILES, "--out", "g.safetensors", "--probe", probe, "--dry-run"]
+        assert words in run(*arguments, cwd=clients).stderr
+
+
+def test_an_output_that_exists_is_in_no_dry_runs_way(clients: Path) -> None:
+    (clients / "g.safetensors").write_bytes(b"precious")
+    assert planned(clients, "--probe", "none")["groups"]
+    assert (clients / "g.safetensors").read_bytes() == b"precious"
 
 
 def test_files_of_torch_are_looked_at_under_the_names_of_the_network(clients: Path) -> None:

@@ -427,3 +427,7 @@ def test_a_dry_run_of_folders_forecasts_the_fused_widths(copied: Path) -> None:
     change(copied / "b", intermediate_size=20)
     words = refusal(copied, "a", "b", "--out", "fused", "--dry-run")
     assert "another shape than config.json says" in words
+
+
+def test_a_checkpoint_that_is_not_there_is_named_before_the_output(folders: Path) -> None:
+    assert "nafi: c does not exist" in refusal(folders, "a", "c", "--out", "fused")

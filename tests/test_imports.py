@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "headers": {"files"},
     "recipes": {"files", "headers"},
-    "probes": {"checkpoints", "factories", "fusion", "graph"},
+    "probes": {"checkpoints", "factories", "fusion", "graph", "tensor_files"},
     "cli": {
         "matching",
         "graph",

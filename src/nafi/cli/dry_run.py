@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -45,17 +44,16 @@ def dry_run(
 
 def _probe_inputs(probe: str | None, inputs: Any) -> tuple[int, list[str]]:
     """How many inputs a probe has, and what is not known of it."""
-    from nafi.fusion import PROBE_LIMIT, made_up_count
-    from nafi.headers import read_header
+    from nafi.fusion import made_up_count
+    from nafi.probes import count_probe
 
     if probe is None:
         return 0, []
     if probe in ("auto", "noise", "synthetic"):
         return made_up_count(inputs), []
-    path = Path(probe)
-    if path.suffix == ".safetensors" and path.is_file():
-        sizes = [shape[0] for shape in read_header(path).shapes.values() if shape]
-        return min([PROBE_LIMIT, *sizes]), []
+    count = count_probe(probe)
+    if count is not None:
+        return count, []
     return _ASSUMED, [f"the probe {probe} is not looked at: {_ASSUMED} inputs are assumed"]
 
 
@@ -70,13 +68,18 @@ def _print(found: Forecast, method: str, clients: int, notes: Sequence[str]) -> 
     size = " to ".join(dict.fromkeys(f"{params:,.0f}" for params in found.params))
     lines = [
         f"{size} parameters; the first checkpoint has {found.of_client:,.0f}",
-        f"about {found.seconds:.0f} s and {found.bytes / 1e6:,.0f} MB, of which:",
+        *([f"layers would be refitted on {found.probe} inputs"] if found.probe else []),
+        f"{_seconds(found.seconds)} and {found.bytes / 1e6:,.0f} MB:",
         *(f"- {line}" for line in found.how),
         *notes,
         "This was a dry run: no weights were read, and nothing was written.",
     ]
     for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _seconds(estimate: float) -> str:
+    return f"about {estimate:.0f} s" if estimate >= 1 else "less than a second"
 
 
 def _range(values: Sequence[int]) -> str:

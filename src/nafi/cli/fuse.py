@@ -24,6 +24,7 @@ from nafi.cli.dry_run import dry_run
 from nafi.cli.outputs import (
     card_of,
     check_folder_method,
+    check_inputs,
     check_outputs,
     is_folder_output,
     keep_to_fields,
@@ -172,8 +173,11 @@ def fuse(
         from nafi.model_card import Origin
         from nafi.recipes import store_recipe
 
+    check_inputs(checkpoints)
     as_folder = is_folder_output(out, checkpoints)
-    check_outputs(out, {"--report": report} if report else {}, checkpoints, force)
+    # A dry run writes nothing, so that nothing is in its way.
+    overwrite = force or only_plan
+    check_outputs(out, {"--report": report} if report else {}, checkpoints, overwrite)
     # Whoever names no inputs has none, most likely; "none" is for those who want none.
     unnamed, probe = probe is None, None if probe == "none" else probe
     if report is not None:

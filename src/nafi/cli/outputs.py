@@ -29,6 +29,14 @@ def card_of(out: Path) -> Path:
     return out / "README.md" if out.is_dir() else out.with_suffix(".md")
 
 
+def check_inputs(checkpoints: list[Path]) -> None:
+    """Refuse checkpoints that are not there, before anything that follows from them."""
+    missing = [str(path) for path in checkpoints if not path.exists()]
+    if missing:
+        does = "does" if len(missing) == 1 else "do"
+        raise InputError(f"{few(missing)} {does} not exist; expected checkpoints")
+
+
 def check_outputs(out: Path, pages: dict[str, Path], checkpoints: list[Path], force: bool) -> None:
     """Refuse what cannot be written, and what would take the place of a checkpoint.
 

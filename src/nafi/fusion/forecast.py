@@ -50,12 +50,15 @@ class Forecast:
     """What a fusion would do.
 
     params: least and most parameters of the fused network; of_client: those of the first client
-    seconds, bytes: estimates, and `how` they were made, a line each
+    probe: how many inputs layers would be refitted on
+    seconds, bytes: estimates, and `how` they were made, a line each; what takes less than a second
+        has none
     """
 
     groups: tuple[GroupForecast, ...]
     params: tuple[float, float]
     of_client: float
+    probe: int
     seconds: float
     bytes: float
     how: tuple[str, ...]
@@ -92,6 +95,19 @@ def forecast(
         sum(networks.specs[0].widths.values()), 1
     )
     recorded = _written(networks.original, example_inputs) * probe * (len(shapes) + neurons)
+    steps = [
+        (traced, "to find the groups"),
+        (
+            matching,
+            "to match at the largest width: the multiplications of all costs, at "
+            f"{rate / 1e9:.1f} billion a second",
+        ),
+        (
+            refit,
+            f"to refit: {_RUNS} runs of {len(shapes)} networks over {probe} inputs, "
+            f"{1e3 * run:.2f} ms for an input",
+        ),
+    ]
     return Forecast(
         tuple(
             GroupForecast(name, tuple(networks.local_widths(name)), *each)
@@ -99,14 +115,15 @@ def forecast(
         ),
         params,
         of_client,
+        probe,
         traced + matching + refit,
         _COPIES * loaded + recorded,
         (
-            f"{traced:.1f} s to find the groups, as just measured",
-            f"{matching:.1f} s to match at the largest width: the multiplications of all costs, at "
-            f"{rate / 1e9:.1f} billion a second, as just measured",
-            f"{refit:.1f} s to refit: {_RUNS} runs of {len(shapes)} networks over {probe} inputs, "
-            f"{1e3 * run:.2f} ms for an input, as just measured",
+            *(
+                f"{seconds:.1f} s {what}, as just measured"
+                for seconds, what in steps
+                if seconds >= 1
+            ),
             f"memory: {_COPIES} copies of all checkpoints and of the largest fused network, and "
             "what layers write on the probe; PyTorch itself takes some 300 MB more",
         ),
