@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -431,3 +433,18 @@ def test_a_dry_run_of_folders_forecasts_the_fused_widths(copied: Path) -> None:
 
 def test_a_checkpoint_that_is_not_there_is_named_before_the_output(folders: Path) -> None:
     assert "nafi: c does not exist" in refusal(folders, "a", "c", "--out", "fused")
+
+
+def test_inputs_by_name_come_from_a_function_as_the_guide_has_it(copied: Path) -> None:
+    guide = (Path(__file__).parents[1] / "docs/howto/hugging-face.md").read_text()
+    code = re.search(r"```python\n(import torch\n.*?)```", guide, re.DOTALL)
+    assert code
+    (copied / "mine.py").write_text(code[1])
+    np.save(copied / "inputs.npy", np.ones((4, 6), np.int64))
+    kept = ["--out", "fused", "--max-width", "1x", "--json"]
+    words = refusal(copied, "a", "b", *kept, "--probe", "inputs.npy")
+    assert "expected the network's 2 arguments" in words
+    assert "on the command line, --probe module:function, which returns such a dict" in words
+    done = run("fuse", "a", "b", *kept, "--probe", "mine:texts", cwd=copied)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["probe"] == "inputs"

@@ -167,7 +167,7 @@ def fuse(
     with waiting("loading PyTorch", as_json):
         from nafi.checkpoints import load_clients, outline_clients
         from nafi.files import read_json
-        from nafi.fusion import BUDGETS, make_method
+        from nafi.fusion import BUDGETS, make_method, read_budget
         from nafi.fusion import frontier as try_budgets
         from nafi.fusion import fuse as fuse_models
         from nafi.model_card import Origin
@@ -197,6 +197,8 @@ def fuse(
     if frontier:
         _check_frontier(command_options, method, option, probe, validate)
     elif budget:
+        for text in budget:
+            read_budget(text)  # says what can be written here; the method would offer lists, too
         command_options["budget"] = budget[0] if len(budget) == 1 else budget
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
