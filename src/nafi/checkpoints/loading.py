@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from nafi.checkpoints.restoring import restore
-from nafi.errors import CheckpointError, few
-from nafi.factories import call_factory, load_factory, resolve_inputs
+from nafi.errors import CheckpointError, InputError, few
+from nafi.factories import NotImportedError, call_factory, load_factory, resolve_inputs
 from nafi.graph import Inputs
 from nafi.huggingface import (
     is_folder,
@@ -56,7 +56,12 @@ def load(
     if not isinstance(factory, str):
         model = call_factory(factory)
     else:
-        model, example_inputs = load_factory(factory)
+        try:
+            model, example_inputs = load_factory(factory)
+        except NotImportedError as error:
+            raise InputError(
+                f"{error}; or pass the function itself: nafi.load({str(path)!r}, network)"
+            ) from error
         if not inputs and example_inputs is not None:
             inputs = resolve_inputs([], example_inputs)
     return restore(model, state, manifest, inputs, str(path), strip_prefix)
