@@ -33,7 +33,7 @@ import nafi
 from nafi.checkpoints import read, save_changed
 from nafi.errors import CheckpointError, InputError
 from nafi.graph import permute, random_permutations, rebuild
-from nafi.huggingface import make_inputs, width_fields
+from nafi.huggingface import is_filled_up, make_inputs, width_fields
 from tests.test_cli import run, started
 
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -117,6 +117,7 @@ def test_three_folders_become_one_that_transformers_reads(
     assert type(stock) is type(make())
     assert difference(nafi.load(tmp_path / "fused"), stock) == 0
     assert difference(stock, seeded(make, 0)) > 0.1
+    assert "filled up" not in (tmp_path / "fused" / "README.md").read_text()
     assert stock.num_parameters() == make().num_parameters()
     copied = (tmp_path / "fused" / "tokenizer.json").read_text()
     assert copied == (tmp_path / "a" / "tokenizer.json").read_text()
@@ -298,6 +299,10 @@ def test_layers_of_one_field_become_equally_wide_without_a_change(tmp_path: Path
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "wider")
     assert stock.config.intermediate_size == 31
     assert difference(stock, model) < 1e-5
+    assert is_filled_up(wider, nafi.groups(wider, inputs))
+    alike = rebuild(model, spec, dict.fromkeys(field.groups, 27))
+    for network in (model, alike):
+        assert not is_filled_up(network, nafi.groups(network, inputs))
 
 
 def test_precision_and_shared_tensors_stay_as_transformers_writes_them(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -322,10 +322,13 @@ def _save(
     """Write the fused network, its card, and the sums of what is known of the clients' data."""
     from nafi.checkpoints import save
     from nafi.files import write_text
+    from nafi.huggingface import is_filled_up
     from nafi.model_card import model_card
 
     counts, samples = known["class_counts"], known["sample_counts"]
     as_folder = is_folder_output(out, files.folders or [out])
+    if as_folder and result.spec is not None:
+        origin = replace(origin, filled_up=is_filled_up(result.model, result.spec))
     card = model_card(result, out, origin, hub=as_folder)
     if as_folder:
         save(

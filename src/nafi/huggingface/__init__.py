@@ -15,13 +15,14 @@ from nafi.huggingface.networks import (
     make_network,
     outline,
 )
-from nafi.huggingface.widths import limited, width_fields
+from nafi.huggingface.widths import is_filled_up, limited, width_fields
 from nafi.huggingface.writing import config_of, save_folder
 
 __all__ = [
     "FolderWarning",
     "config_of",
     "fill_network",
+    "is_filled_up",
     "is_folder",
     "is_pretrained",
     "limited",
