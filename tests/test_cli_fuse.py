@@ -610,3 +610,17 @@ def test_images_that_cannot_be_a_probe(
             told = "photos holds no images"
     assert re.search(told, complaint(PICTURES, images, monkeypatch, capsys))
     assert not (images / "g.safetensors").exists()
+
+
+def test_inspect_shows_the_groups_of_a_file_at_its_widths(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nafi.save(network(0, 7), folder / "known.safetensors", factory="networks:net")
+    for arguments in [["known.safetensors"], ["c.pt", "--model", "networks:net"]]:
+        done = run("inspect", *arguments, "--json", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        first = 7 if arguments == ["known.safetensors"] else 10
+        widths = [group["width"] for group in json.loads(done.stdout)["groups"].values()]
+        assert widths == [first, 8]
+    told = complaint(["inspect", "a.safetensors"], folder, monkeypatch, capsys)
+    assert "a.safetensors does not say what makes its network: give --model" in told

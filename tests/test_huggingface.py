@@ -453,3 +453,12 @@ def test_inputs_by_name_come_from_a_function_as_the_guide_has_it(copied: Path) -
     done = run("fuse", "a", "b", *kept, "--probe", "mine:texts", cwd=copied)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["probe"] == "inputs"
+
+
+def test_the_groups_of_a_folder_are_shown(folders: Path) -> None:
+    done = run("inspect", "a", "--json", cwd=folders)
+    assert done.returncode == 0, done.stderr
+    model = seeded(bert, 0)
+    expected = nafi.groups(model, make_inputs(model))
+    shown = json.loads(done.stdout)["groups"]
+    assert {name: group["width"] for name, group in shown.items()} == expected.widths
