@@ -609,3 +609,12 @@ def test_a_double_file_and_more_heads(tmp_path: Path) -> None:
     loaded = nafi.load(tmp_path / "a.safetensors", SquareHeads)
     assert loaded.width == 3
     assert gap(loaded, result.model, inputs) == 0
+
+
+def test_a_factory_that_cannot_be_imported_may_be_passed_instead(tmp_path: Path) -> None:
+    model, path = nn.Linear(2, 3), tmp_path / "m.safetensors"
+    nafi.save(model, path, factory="not_here:network")
+    with pytest.raises(InputError, match=r"cannot import not_here: .* or pass the function itself"):
+        nafi.load(path)
+    loaded = nafi.load(path, lambda: nn.Linear(2, 3))
+    assert torch.equal(loaded.get_parameter("weight"), model.weight)

@@ -197,6 +197,8 @@ OPTIONS = {
     "calibrate on what": {"--calibrate": None},
     "calibrate what": {"--calibrate": None, "--probe": "x:y", "--batchnorm": "fold"},
     "budget": {"--budget": "2 miles"},
+    "budget as a factor": {"--budget": "1x"},
+    "one neuron": {"--max-width": "1"},
     "budget and width": {"--budget": "2 params", "--max-width": "2.0x"},
     "small budget": {"--budget": "0.5 params"},
     "budgets": {"--option": 'budget=["1 params", "2 params"]'},
@@ -301,6 +303,8 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("calibrate on what", r"--calibrate needs --probe"),
         ("calibrate what", r"--calibrate: found --batchnorm fold, expected average"),
         ("budget", r"budget: found '2 miles', expected \"1\.0 params\""),
+        ("budget as a factor", r"budget: found '1x',.*\"300 kB\"; did you mean \"1\.0 params\"\?$"),
+        ("one neuron", r"max_width: found 1 for group.*, 1x on the command line, for the local"),
         ("budget and width", r"give max_width or budget, not both"),
         ("small budget", r"budget: found 0\.5 params, but a merged network.*stack can be smaller"),
         ("budgets", r"budget: a list needs validate="),
@@ -604,3 +608,17 @@ def test_images_that_cannot_be_a_probe(
             told = "photos holds no images"
     assert re.search(told, complaint(PICTURES, images, monkeypatch, capsys))
     assert not (images / "g.safetensors").exists()
+
+
+def test_inspect_shows_the_groups_of_a_file_at_its_widths(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nafi.save(network(0, 7), folder / "known.safetensors", factory="networks:net")
+    for arguments in [["known.safetensors"], ["c.pt", "--model", "networks:net"]]:
+        done = run("inspect", *arguments, "--json", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        first = 7 if arguments == ["known.safetensors"] else 10
+        widths = [group["width"] for group in json.loads(done.stdout)["groups"].values()]
+        assert widths == [first, 8]
+    told = complaint(["inspect", "a.safetensors"], folder, monkeypatch, capsys)
+    assert "a.safetensors does not say what makes its network: give --model" in told

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -83,14 +84,17 @@ def test_a_recipe_can_be_tried_and_people_are_told(clients: Path) -> None:
     (clients / "r.toml").write_text(
         f"checkpoints = {FILES}\nout = 'g.safetensors'\nprobe = 'x.npy'"
     )
+    np.save(clients / "x.npy", np.zeros((30, 6), np.float32))
     done = run("fuse", "r.toml", "--dry-run", cwd=clients)
     assert done.returncode == 0, done.stderr
+    assert "0.0 s" not in done.stdout
     for words in [
         "2 models would be fused by nafi",
         "7 to 10",
         "10 to 17",
-        "as just measured",
-        "the probe x.npy is not looked at: 256 inputs are assumed",
+        "layers would be refitted on 30 inputs",
+        " MB:",
+        "- memory: ",
         "nothing was written",
     ]:
         assert words in done.stdout
@@ -99,20 +103,69 @@ def test_a_recipe_can_be_tried_and_people_are_told(clients: Path) -> None:
 
 def test_inputs_of_a_probe_are_counted(clients: Path) -> None:
     save_file({"x": torch.zeros(40, 6)}, clients / "x.safetensors")
-    for probe, count in [("x.safetensors", 40), ("noise", 256)]:
-        how = planned(clients, "--probe", probe)["how"]
-        assert any(f"2 networks over {count} inputs" in line for line in how)
+    torch.save({"x": torch.zeros(50, 6)}, clients / "x.pt")
+    for rows in (60, 2000):
+        np.save(clients / f"{rows}.npy", np.zeros((rows, 6), np.float32))
+    counts = {"x.safetensors": 40, "x.pt": 50, "60.npy": 60, "2000.npy": 1024, "noise": 256}
+    for probe, count in counts.items():
+        assert planned(clients, "--probe", probe)["probe"] == count
+    plan = planned(clients, "--probe", "networks:inputs")
+    assert plan["probe"] == 256
+    assert plan["notes"] == ["the probe networks:inputs is not looked at: 256 inputs are assumed"]
+    (clients / "bad.npy").write_bytes(b"no array")
+    for probe, words in [("bad.npy", "cannot be read as an array"), ("no.npy", "does not exist")]:
+        arguments = ["fuse", *FILES, "--out", "g.safetensors", "--probe", probe, "--dry-run"]
+        assert words in run(*arguments, cwd=clients).stderr
 
 
-def test_what_has_no_header_or_other_tensors_is_named(
+def test_an_output_that_exists_is_in_no_dry_runs_way(clients: Path) -> None:
+    (clients / "g.safetensors").write_bytes(b"precious")
+    assert planned(clients, "--probe", "none")["groups"]
+    assert (clients / "g.safetensors").read_bytes() == b"precious"
+
+
+def test_files_of_torch_are_looked_at_under_the_names_of_the_network(clients: Path) -> None:
+    """Wrapped as torch.compile does it, as Lightning does it, and in the format of old."""
+    state = network(2).state_dict()
+    torch.save(
+        {f"_orig_mod.{n}": torch.full_like(t, torch.nan) for n, t in state.items()},
+        clients / "a.pt",
+    )
+    torch.save({"state_dict": {f"net.{n}": t for n, t in state.items()}}, clients / "b.ckpt")
+    torch.save(network(3, 5).state_dict(), clients / "old.pt", _use_new_zipfile_serialization=False)
+    files = [FILES[1], "a.pt", "b.ckpt", "old.pt"]
+    plan = planned(clients, "--probe", "none", files=files)
+    assert [group["local"] for group in plan["groups"]] == [[7, 10, 10, 5], [8] * 4]
+    two = {f"{each}.{n}": t for n, t in state.items() for each in ("student", "teacher")}
+    torch.save(two, clients / "two.pt")
+    arguments = ["fuse", "two.pt", "two.pt", "--model", "networks:net", "--out", "g.safetensors"]
+    done = run(*arguments, "--dry-run", cwd=clients)
+    assert "under student., teacher.; say which" in done.stderr
+    assert run(*arguments, "--dry-run", "--strip-prefix", "teacher", cwd=clients).returncode == 0
+
+
+def test_what_is_no_checkpoint_or_has_other_tensors_is_named(
     clients: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"0.weight": torch.zeros(3, 3)}, clients / "odd.safetensors")
+    state = network(0).state_dict()
+    save_file({**state, "9.weight": torch.zeros(1)}, clients / "more.safetensors")
+    save_file({**state, "0.weight": torch.zeros(10, 5)}, clients / "five.safetensors")
     for files, words in [
-        (["c.pt", *FILES], "c.pt has no header to read"),
-        ([FILES[0], "odd.safetensors"], "odd.safetensors is not a checkpoint of this network"),
+        (["networks.py", *FILES], "networks.py is neither a safetensors file nor"),
+        (
+            [FILES[0], "odd.safetensors"],
+            "odd.safetensors is not a checkpoint of this network: the state dict lacks 0.bias, "
+            "2.weight, 2.bias and 2 more, which the network has",
+        ),
+        ([FILES[0], "more.safetensors"], "more.safetensors is not a checkpoint of this network: "),
+        ([FILES[0], "more.safetensors"], ": the network has no 9.weight"),
+        (
+            [FILES[0], "five.safetensors"],
+            ": 0.weight: found shape (10, 5), the network has (10, 6)",
+        ),
         (["a.safetensors", "b.safetensors"], "give --model"),
-        (["no.safetensors", FILES[0]], "no.safetensors cannot be read"),
+        (["no.safetensors", FILES[0]], "no.safetensors does not exist"),
     ]:
         arguments = ["fuse", *files, "--out", "g.safetensors", "--dry-run"]
         assert words in complaint(arguments, clients, monkeypatch, capsys)

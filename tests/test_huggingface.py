@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,7 +33,7 @@ import nafi
 from nafi.checkpoints import read, save_changed
 from nafi.errors import CheckpointError, InputError
 from nafi.graph import permute, random_permutations, rebuild
-from nafi.huggingface import make_inputs, width_fields
+from nafi.huggingface import is_filled_up, make_inputs, width_fields
 from tests.test_cli import run, started
 
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -115,6 +117,7 @@ def test_three_folders_become_one_that_transformers_reads(
     assert type(stock) is type(make())
     assert difference(nafi.load(tmp_path / "fused"), stock) == 0
     assert difference(stock, seeded(make, 0)) > 0.1
+    assert "filled up" not in (tmp_path / "fused" / "README.md").read_text()
     assert stock.num_parameters() == make().num_parameters()
     copied = (tmp_path / "fused" / "tokenizer.json").read_text()
     assert copied == (tmp_path / "a" / "tokenizer.json").read_text()
@@ -296,6 +299,10 @@ def test_layers_of_one_field_become_equally_wide_without_a_change(tmp_path: Path
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "wider")
     assert stock.config.intermediate_size == 31
     assert difference(stock, model) < 1e-5
+    assert is_filled_up(wider, nafi.groups(wider, inputs))
+    alike = rebuild(model, spec, dict.fromkeys(field.groups, 27))
+    for network in (model, alike):
+        assert not is_filled_up(network, nafi.groups(network, inputs))
 
 
 def test_precision_and_shared_tensors_stay_as_transformers_writes_them(tmp_path: Path) -> None:
@@ -399,3 +406,59 @@ def test_without_transformers_the_extra_is_named(folders: Path) -> None:
     assert done.returncode == 2
     hint = "nafi: this needs transformers, which is not installed: pip install 'nafi[hf]'\n"
     assert done.stderr == hint
+
+
+def test_a_dry_run_of_folders_forecasts_the_fused_widths(copied: Path) -> None:
+    """In one file and in several; NaN tells that no weights are read."""
+    shutil.rmtree(copied / "b")
+    write(seeded(bert, 1), copied / "b", max_shard_size="10KB")
+    arguments = ["fuse", "a", "b", "--out", "fused", "--json"]
+    done = run(*arguments, cwd=copied)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    for file in copied.glob("[ab]/*.safetensors"):
+        empty = {n: torch.full_like(t, torch.nan) for n, t in load_file(file).items()}
+        save_file(empty, file, metadata={"format": "pt"})
+    shutil.rmtree(copied / "fused")
+    done = run(*arguments, "--dry-run", cwd=copied)
+    assert done.returncode == 0, done.stderr
+    assert "config.json has fields for intermediate_size" in done.stderr
+    plan = json.loads(done.stdout)
+    assert not (copied / "fused").exists()
+    bounds = {group["name"]: (group["least"], group["most"]) for group in plan["groups"]}
+    for row in told["groups"]:
+        least, most = bounds[row["group"]]
+        assert least <= row["width"] <= most
+    assert any(most == 48 for _, most in bounds.values()), "the field of config.json may grow"
+    assert plan["of_client"] == seeded(bert, 0).num_parameters()
+    change(copied / "b", intermediate_size=20)
+    words = refusal(copied, "a", "b", "--out", "fused", "--dry-run")
+    assert "another shape than config.json says" in words
+
+
+def test_a_checkpoint_that_is_not_there_is_named_before_the_output(folders: Path) -> None:
+    assert "nafi: c does not exist" in refusal(folders, "a", "c", "--out", "fused")
+
+
+def test_inputs_by_name_come_from_a_function_as_the_guide_has_it(copied: Path) -> None:
+    guide = (Path(__file__).parents[1] / "docs/howto/hugging-face.md").read_text()
+    code = re.search(r"```python\n(import torch\n.*?)```", guide, re.DOTALL)
+    assert code
+    (copied / "mine.py").write_text(code[1])
+    np.save(copied / "inputs.npy", np.ones((4, 6), np.int64))
+    kept = ["--out", "fused", "--max-width", "1x", "--json"]
+    words = refusal(copied, "a", "b", *kept, "--probe", "inputs.npy")
+    assert "expected the network's 2 arguments" in words
+    assert "on the command line, --probe module:function, which returns such a dict" in words
+    done = run("fuse", "a", "b", *kept, "--probe", "mine:texts", cwd=copied)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["probe"] == "inputs"
+
+
+def test_the_groups_of_a_folder_are_shown(folders: Path) -> None:
+    done = run("inspect", "a", "--json", cwd=folders)
+    assert done.returncode == 0, done.stderr
+    model = seeded(bert, 0)
+    expected = nafi.groups(model, make_inputs(model))
+    shown = json.loads(done.stdout)["groups"]
+    assert {name: group["width"] for name, group in shown.items()} == expected.widths

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "reports": {"graph", "files"},
     "manifest": set(),
     "comparison": {"graph"},
-    "tensor_files": set(),
+    "tensor_files": {"headers"},
     "huggingface": {"comparison", "files", "graph", "tensor_files"},
     "model_card": {"fusion"},
     "checkpoints": {
@@ -52,9 +52,9 @@ ALLOWED: dict[str, set[str]] = {
     "statistics_files": {"fusion", "files"},
     "factories": set(),
     "files": set(),
-    "headers": {"files", "manifest"},
+    "headers": {"files"},
     "recipes": {"files", "headers"},
-    "probes": {"checkpoints", "factories", "fusion", "graph"},
+    "probes": {"checkpoints", "factories", "fusion", "graph", "tensor_files"},
     "cli": {
         "matching",
         "graph",

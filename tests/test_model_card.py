@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from markdown_it import MarkdownIt
 from torch import nn
 
 import nafi
 from nafi.fusion import FusionResult
 from nafi.model_card import Origin, model_card
+from nafi.model_card import _plain as plain
 from tests.fusion.networks import seeded
 from tests.test_cli import run
 
@@ -73,16 +75,61 @@ def test_no_name_becomes_markup(result: FusionResult) -> None:
     card.encode()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NASTY,
+        "layer_1.weight",
+        "_x_ __y__ a_ _b a*b*c ~~gone~~",
+        "# heading",
+        "-",
+        "---",
+        "+ item",
+        "> quote",
+        "12. item",
+        "3.",
+        "1) item",
+        "===",
+        "&lt;b&gt; &#60;",
+        "![x](y) <http://a.b>",
+        "http://example.org",
+    ],
+)
+def test_names_are_shown_as_they_are_by_a_renderer(name: str) -> None:
+    """Alone in a line, behind words, and in a cell of a table."""
+    markdown = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    text = plain(name)
+    shown = "".join(c for c in name if c.isprintable())
+    for source, cells in [
+        (text, 1),
+        (f"before: {text}", 1),
+        (f"| a | b |\n| --- | --- |\n| {text} | x |", 4),
+    ]:
+        inline = [token for token in markdown.parse(source) if token.type == "inline"]
+        assert len(inline) == cells
+        found = inline[-2 if cells == 4 else 0]
+        kinds = {child.type for child in found.children or []}
+        assert kinds <= {"text", "text_special"}, kinds
+        if shown == name:
+            rendered = "".join(child.content for child in found.children or [])
+            assert rendered.removeprefix("before: ") == name
+
+
+def test_plain_names_need_no_backslash() -> None:
+    for name in ["a.safetensors", "1.0", '"attach"', "-0.5", "layer1_conv.weight", "runs/a (1).pt"]:
+        assert plain(name) == name
+
+
 def test_a_card_says_how_good_and_how_large(result: FusionResult) -> None:
     card = model_card(result, Path("x.safetensors"), Origin(["a", "b"]), hub=False)
     assert result.scores is not None
     for score in [result.scores.fused, *result.scores.clients, result.scores.best]:
         assert f"{score:.4g}" in card
     for group, width in result.widths.items():
-        assert "| " + group.replace(".", "\\.") + " | " in card
+        assert f"| {group} | " in card
         assert f" | {width} |" in card
     assert f"{sum(p.numel() for p in result.model.parameters()):,} parameters" in card
-    assert "| penalty | 0\\.3 |" in card
+    assert "| penalty | 0.3 |" in card
     assert "## Repeat" not in card
 
 

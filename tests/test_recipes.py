@@ -131,7 +131,7 @@ def test_recipes_that_are_not_there_or_two_are_refused(
         (["a.toml", "b.toml"], "found the recipes a.toml, b.toml, expected one"),
     ]:
         assert words in complaint(["fuse", *arguments], folder, monkeypatch, capsys)
-    for arguments in (["a.safetensors"], ["--recipe"]):
+    for arguments in (["a.safetensors", "--recipe", "--model", "networks:net"], ["--recipe"]):
         told = complaint(["inspect", *arguments], folder, monkeypatch, capsys)
         assert "give the file and --recipe alone" in told
 

@@ -19,6 +19,10 @@ from torch import nn
 from nafi.errors import InputError
 
 
+class NotImportedError(InputError):
+    """The module of a function that a user named cannot be imported."""
+
+
 def load_factory(name: str) -> tuple[nn.Module, Callable[[], Any] | None]:
     """Call the factory; also return the function `example_inputs` of its module, if any."""
     factory, module = load_function(name, "factory")
@@ -36,7 +40,7 @@ def load_function(name: str, what: str) -> tuple[Callable[..., Any], ModuleType]
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise InputError(
+        raise NotImportedError(
             f"cannot import {module_name}: {type(error).__name__}: {error} (searched in "
             "the current folder and the installed packages)"
         ) from error

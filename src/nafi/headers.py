@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +20,9 @@ from nafi.files import atomic_path
 if TYPE_CHECKING:  # torch is imported for those alone who ask for tensors
     from torch import Tensor
 
-    from nafi.manifest import Manifest
-
 _LENGTH = 8  # bytes that say how long the header is
 _NOTES = "__metadata__"
 _ALIGNED = 8
-_MANIFEST = "nafi"  # as `nafi.save` calls it
 _TYPES = {
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
@@ -58,30 +54,15 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from None
 
 
-def manifest_of(header: Header, path: Path) -> Manifest:
-    """What a checkpoint of nafi says about itself; of any other file, nothing."""
-    from nafi.manifest import Manifest
-
-    text = header.notes.get(_MANIFEST)
-    try:
-        return Manifest.from_json(text) if text else Manifest()
-    except ValueError as error:
-        raise CheckpointError(f"{path} has a manifest that cannot be read: {error}") from None
-
-
-def meta_tensors(header: Header, aliases: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Tensors of the same shapes and types that hold no numbers.
-
-    aliases: other name -> name of tensors that are stored once
-    """
+def meta_tensors(header: Header) -> dict[str, Tensor]:
+    """Tensors of the same shapes and types that hold no numbers."""
     import torch
 
     def empty(name: str) -> Tensor:
         dtype = getattr(torch, _TYPES.get(header.types[name], "float32"))
         return torch.empty(header.shapes[name], dtype=dtype, device="meta")
 
-    stored = {name: empty(name) for name in header.shapes}
-    return stored | {other: stored[name] for other, name in (aliases or {}).items()}
+    return {name: empty(name) for name in header.shapes}
 
 
 def add_note(path: Path, name: str, text: str) -> None:

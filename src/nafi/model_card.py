@@ -31,11 +31,13 @@ class Origin:
     parents: names of the fused networks, as the user wrote them
     command: the command line that repeats it
     options: of the method, if others than the result's are to be shown
+    filled_up: whether layers of a folder were made equally wide
     """
 
     parents: Sequence[str] = ()
     command: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    filled_up: bool = False
 
 
 def model_card(result: FusionResult, target: Path, origin: Origin, hub: bool) -> str:
@@ -48,7 +50,7 @@ def model_card(result: FusionResult, target: Path, origin: Origin, hub: bool) ->
         *_section("Parents", [f"- {_code(name)}" for name in origin.parents]),
         *_section("Scores", _scores(result)),
         *_section("Method", _method(facts, origin.options)),
-        *_section("Widths", _widths(result) + _EQUALISED * hub),
+        *_section("Widths", _widths(result) + _EQUALISED * origin.filled_up),
         *_section("Size", _size(facts.get("size"))),
         *_section("Use", [_block("python", _loading(result, target, hub))]),
         *_section("Repeat", [_block("sh", _visible(origin.command))] if origin.command else []),
@@ -168,5 +170,15 @@ def _block(kind: str, text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text without markup, also in a table: every sign of ASCII but the comma is escaped."""
-    return re.sub(r"([!-+\--/:-@\[-`{-~])", r"\\\1", _visible(text))
+    """Text without markup, also in a table."""
+    shown = _MARKUP.sub(r"\\\g<0>", _visible(text))
+    return re.sub(r"^([0-9]+)([.)])(?= |$)", r"\1\\\2", shown)  # an item of a list
+
+
+# What can become markup where it stands; any other sign is easier to read without a backslash.
+_MARKUP = re.compile(
+    r"[\\|`*<\[~$&@]"
+    r"|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"  # within words it is no emphasis
+    r"|^[#>=+]|^-(?![0-9])"  # headings, quotes, lists and lines
+    r"|:(?=//|[\w+-]+:)|(?<=www)\."  # addresses become links by themselves, words emojis
+)

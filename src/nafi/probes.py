@@ -7,7 +7,8 @@ failed. Nothing is unpickled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from nafi.errors import InputError, require
 from nafi.factories import call_function, load_function
 from nafi.fusion import PROBE_LIMIT, FusionWarning
 from nafi.graph import Inputs
+from nafi.tensor_files import read_shapes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -45,7 +47,28 @@ def load_probe(source: str, example_inputs: Inputs) -> Any:
         return _read_array(path) if path.suffix == ".npy" else _read_tensors(path)
     if ":" in source:
         return call_function(load_function(source, "probe")[0], source)
-    raise InputError(
+    raise _missing(source)
+
+
+def count_probe(source: str) -> int | None:
+    """How many inputs `load_probe` would give, at most as many as are used; None if code says."""
+    path = Path(source)
+    if path.is_dir():
+        return min(PROBE_LIMIT, len(_images(path)))
+    if not path.is_file():
+        if ":" in source:
+            return None
+        raise _missing(source)
+    shapes = (
+        [_mapped(path).shape]
+        if path.suffix == ".npy"
+        else [tensor.shape for tensor in read(path, read_shapes)[0].values()]
+    )
+    return min([PROBE_LIMIT, *(shape[0] for shape in shapes if shape)])
+
+
+def _missing(source: str) -> InputError:
+    return InputError(
         f"probe: {source} does not exist; expected a .safetensors or .npy file, a folder of images "
         "or package.module:function"
     )
@@ -57,10 +80,22 @@ def _read_tensors(path: Path) -> Any:
 
 
 def _read_array(path: Path) -> Tensor:
-    try:
+    with _array_errors(path):
+        return torch.from_numpy(np.array(_mapped(path)[:PROBE_LIMIT]))
+
+
+def _mapped(path: Path) -> Any:
+    with _array_errors(path):
         # Mapped, so that a header that promises more than there is allocates nothing.
-        rows = np.load(path, allow_pickle=False, mmap_mode="r")[:PROBE_LIMIT]
-        return torch.from_numpy(np.array(rows))
+        return np.load(path, allow_pickle=False, mmap_mode="r")
+
+
+@contextmanager
+def _array_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
     except Exception as error:  # whatever numpy finds wrong with the file
         raise InputError(
             f"probe: {path} cannot be read as an array of numbers of numpy.save: {error}"
@@ -72,10 +107,7 @@ def _read_images(folder: Path, example_inputs: Sequence[Any]) -> Tensor:
     from PIL import Image
 
     mode, size = _image_form(folder, example_inputs)
-    endings = Image.registered_extensions()
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in endings)
-    if not files:
-        raise InputError(f"probe: {folder} holds no images")
+    files = _images(folder)
     found = None
     pixels = []
     for file in files[:PROBE_LIMIT]:
@@ -92,6 +124,18 @@ def _read_images(folder: Path, example_inputs: Sequence[Any]) -> Tensor:
     warnings.warn(text, FusionWarning, stacklevel=3)
     images = torch.from_numpy(np.stack(pixels)).float() / 255
     return images[:, None] if images.ndim == 3 else images.movedim(-1, 1)
+
+
+def _images(folder: Path) -> list[Path]:
+    """The images of a folder, of which there must be some."""
+    require("PIL")
+    from PIL import Image
+
+    endings = Image.registered_extensions()
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in endings)
+    if not files:
+        raise InputError(f"probe: {folder} holds no images")
+    return files
 
 
 def _image_form(folder: Path, example_inputs: Sequence[Any]) -> tuple[str, tuple[int, int]]:

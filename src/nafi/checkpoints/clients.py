@@ -12,16 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nafi.checkpoints.loading import from_config, read
+from nafi.checkpoints.prefixes import without_prefix
 from nafi.checkpoints.restoring import like_weights, restore
 from nafi.errors import InputError, few
 from nafi.factories import load_factory, resolve_inputs
 from nafi.fusion import FusionWarning
-from nafi.graph import Inputs
-from nafi.huggingface import fill_network, make_inputs, unlike_companions
+from nafi.graph import Inputs, materialise, named_tensors, unwrapped
+from nafi.huggingface import (
+    fill_network,
+    make_inputs,
+    make_network,
+    outline,
+    unlike_companions,
+)
 from nafi.manifest import Manifest
+from nafi.tensor_files import read_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +47,11 @@ class ClientFiles:
     sample_counts: list[float] | None
     folders: list[Path]
 
+    @property
+    def network(self) -> nn.Module:
+        """The first of the models."""
+        return self.models[0]
+
 
 def load_clients(
     paths: Sequence[str | Path],
@@ -55,12 +68,7 @@ def load_clients(
     """
     files = [read(path) for path in paths]
     manifests = [manifest for _, manifest in files]
-    factory = factory or next((m.factory for m in manifests if m.factory), None)
-    for path, manifest in zip(paths, manifests, strict=True):
-        if manifest.members is not None:
-            raise InputError(f"{path} is several networks side by side; fuse its clients instead")
-        if factory is None and manifest.config is None:
-            raise InputError(f"{path} does not say what makes its network: give --model")
+    factory = _factory(factory, paths, manifests)
     folders = [Path(path) for path in paths if Path(path).is_dir()]
     difference = unlike_companions(folders)
     if difference:
@@ -88,6 +96,62 @@ def load_clients(
         _from_all(paths, [m.sample_count for m in manifests], "sample counts"),
         folders,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class ClientOutlines:
+    """The shapes of several checkpoints of one architecture.
+
+    network: of their architecture, with weights of no meaning
+    shapes: of each checkpoint, under the network's names, as tensors of the device "meta"
+    """
+
+    network: nn.Module
+    example_inputs: Inputs
+    shapes: list[dict[str, Tensor]]
+
+
+def outline_clients(
+    paths: Sequence[str | Path],
+    factory: str | None,
+    shapes: Sequence[str] = (),
+    strip_prefix: str | None = None,
+) -> ClientOutlines:
+    """What `load_clients` would read, without the numbers of any checkpoint."""
+    files = [read(path, read_shapes) for path in paths]
+    manifests = [manifest for _, manifest in files]
+    factory = _factory(factory, paths, manifests)
+    if factory is None:
+        state, manifest = files[0]
+        numbers = sum(tensor.numel() for tensor in state.values())
+        network = make_network(manifest.config or {}, str(paths[0]), numbers)
+        inputs: Inputs = resolve_inputs(shapes, lambda: make_inputs(network))
+    else:
+        network = unwrapped(load_factory(factory)[0])
+        inputs = _client_inputs(factory, shapes, manifests)
+        materialise(network, inputs)
+    names = list(named_tensors(network))
+    outlines = []
+    for path, (state, manifest) in zip(paths, files, strict=True):
+        if factory is None and Path(path).is_dir():
+            outlines.append(outline(manifest.config or {}, state, str(path)))
+            continue
+        shared = {other: state[name] for other, name in (manifest.aliases or {}).items()}
+        outlines.append(without_prefix({**state, **shared}, names, strip_prefix, str(path)))
+    return ClientOutlines(network, like_weights(inputs, network), outlines)
+
+
+def _factory(
+    given: str | None, paths: Sequence[str | Path], manifests: Sequence[Manifest]
+) -> str | None:
+    """What makes the network of all files; None if the configuration of each does."""
+    factory = given or next((m.factory for m in manifests if m.factory), None)
+    for path, manifest in zip(paths, manifests, strict=True):
+        if manifest.members is not None:
+            raise InputError(f"{path} is several networks side by side; fuse its clients instead")
+        if factory is None and manifest.config is None:
+            raise InputError(f"{path} does not say what makes its network: give --model")
+    return factory
 
 
 def _client_inputs(factory: str, shapes: Sequence[str], manifests: Iterable[Manifest]) -> Inputs:

@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from nafi.checkpoints.restoring import restore
-from nafi.errors import CheckpointError, few
-from nafi.factories import call_factory, load_factory, resolve_inputs
+from nafi.errors import CheckpointError, InputError, few
+from nafi.factories import NotImportedError, call_factory, load_factory, resolve_inputs
 from nafi.graph import Inputs
 from nafi.huggingface import (
     is_folder,
@@ -24,7 +24,7 @@ from nafi.huggingface import (
     read_weights,
 )
 from nafi.manifest import Manifest
-from nafi.tensor_files import read_tensors
+from nafi.tensor_files import Reader, read_tensors
 
 # Under which the manifest stands in a file of safetensors.
 KEY = "nafi"
@@ -56,7 +56,12 @@ def load(
     if not isinstance(factory, str):
         model = call_factory(factory)
     else:
-        model, example_inputs = load_factory(factory)
+        try:
+            model, example_inputs = load_factory(factory)
+        except NotImportedError as error:
+            raise InputError(
+                f"{error}; or pass the function itself: nafi.load({str(path)!r}, network)"
+            ) from error
         if not inputs and example_inputs is not None:
             inputs = resolve_inputs([], example_inputs)
     return restore(model, state, manifest, inputs, str(path), strip_prefix)
@@ -71,17 +76,17 @@ def from_config(state: Mapping[str, Tensor], manifest: Manifest, label: str) -> 
     return restore(network, state, manifest, inputs, label)
 
 
-def read(path: str | Path) -> tuple[dict[str, Tensor], Manifest]:
+def read(path: str | Path, reader: Reader = read_tensors) -> tuple[dict[str, Tensor], Manifest]:
     """The tensors of a file under the names it has for them, and its manifest, perhaps empty.
 
     Reads safetensors, files of torch.save that hold tensors only (`weights_only=True`), and Hugging
-    Face folders.
+    Face folders. reader: `read_tensors`, or `read_shapes` for tensors without numbers.
     """
     file = Path(path)
     if file.is_dir():
         config = read_config(file)
-        return read_weights(file), Manifest(config=config)
-    state, metadata = read_tensors(file)
+        return read_weights(file, reader), Manifest(config=config)
+    state, metadata = reader(file)
     try:
         manifest = Manifest.from_json(metadata[KEY]) if metadata.get(KEY) else Manifest()
     except ValueError as error:

@@ -29,7 +29,7 @@ from nafi.graph import (
     shared_names,
     unwrapped,
 )
-from nafi.huggingface import config_of, is_pretrained, save_folder
+from nafi.huggingface import config_of, is_filled_up, is_pretrained, save_folder
 from nafi.manifest import Described, Manifest
 from nafi.model_card import Origin, model_card
 
@@ -131,7 +131,8 @@ def is_folder_name(path: Path) -> bool:
 def _card_of(result: FusionResult | None, target: Path) -> dict[str, str]:
     if result is None:
         return {}
-    return {"README.md": model_card(result, target, Origin(), hub=True)}
+    filled_up = result.spec is not None and is_filled_up(result.model, result.spec)
+    return {"README.md": model_card(result, target, Origin(filled_up=filled_up), hub=True)}
 
 
 def _config(network: nn.Module) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from nafi.cli.dry_run import dry_run
 from nafi.cli.outputs import (
     card_of,
     check_folder_method,
+    check_inputs,
     check_outputs,
     is_folder_output,
     keep_to_fields,
@@ -155,8 +156,8 @@ def fuse(
         bool,
         typer.Option(
             "--dry-run",
-            help="Say what would be matched, at which widths, and what it would take; of the "
-            "files only headers are read.",
+            help="Say what would be matched, at which widths, and what it would take; no weights "
+            "are read.",
         ),
     ] = False,
     as_json: Annotated[bool, AS_JSON] = False,
@@ -164,16 +165,19 @@ def fuse(
 ) -> None:
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
     with waiting("loading PyTorch", as_json):
-        from nafi.checkpoints import load_clients
+        from nafi.checkpoints import load_clients, outline_clients
         from nafi.files import read_json
-        from nafi.fusion import BUDGETS, make_method
+        from nafi.fusion import BUDGETS, make_method, read_budget
         from nafi.fusion import frontier as try_budgets
         from nafi.fusion import fuse as fuse_models
         from nafi.model_card import Origin
         from nafi.recipes import store_recipe
 
+    check_inputs(checkpoints)
     as_folder = is_folder_output(out, checkpoints)
-    check_outputs(out, {"--report": report} if report else {}, checkpoints, force)
+    # A dry run writes nothing, so that nothing is in its way.
+    overwrite = force or only_plan
+    check_outputs(out, {"--report": report} if report else {}, checkpoints, overwrite)
     # Whoever names no inputs has none, most likely; "none" is for those who want none.
     unnamed, probe = probe is None, None if probe == "none" else probe
     if report is not None:
@@ -193,6 +197,8 @@ def fuse(
     if frontier:
         _check_frontier(command_options, method, option, probe, validate)
     elif budget:
+        for text in budget:
+            read_budget(text)  # says what can be written here; the method would offer lists, too
         command_options["budget"] = budget[0] if len(budget) == 1 else budget
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
@@ -211,9 +217,12 @@ def fuse(
     if only_plan and frontier:
         raise InputError("--dry-run says what one fusion would do: leave out --frontier")
     if only_plan:
-        dry_run(
-            chosen, checkpoints, model, input_shape or [], "auto" if unnamed else probe, as_json
-        )
+        with print_warnings(), waiting("reading headers", as_json):
+            outlines = outline_clients(checkpoints, model, input_shape or [], strip_prefix)
+            if as_folder:
+                chosen, _ = keep_to_fields(chosen, outlines)
+        names = [str(path) for path in checkpoints]
+        dry_run(chosen, outlines, names, "auto" if unnamed else probe, as_json)
         return
     scoring = None if validate is None else _scoring(validate)
     with print_warnings(), waiting("reading checkpoints", as_json):
@@ -313,10 +322,13 @@ def _save(
     """Write the fused network, its card, and the sums of what is known of the clients' data."""
     from nafi.checkpoints import save
     from nafi.files import write_text
+    from nafi.huggingface import is_filled_up
     from nafi.model_card import model_card
 
     counts, samples = known["class_counts"], known["sample_counts"]
     as_folder = is_folder_output(out, files.folders or [out])
+    if as_folder and result.spec is not None:
+        origin = replace(origin, filled_up=is_filled_up(result.model, result.spec))
     card = model_card(result, out, origin, hub=as_folder)
     if as_folder:
         save(

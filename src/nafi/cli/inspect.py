@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,7 +17,11 @@ from nafi.errors import InputError
 @app.command()
 def inspect(
     file: Annotated[
-        Path | None, typer.Argument(help="A fused checkpoint, to see what made it: --recipe.")
+        Path | None,
+        typer.Argument(
+            help="A checkpoint or a Hugging Face folder, instead of --model if it says what makes "
+            "its network."
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="package.module:factory, called without arguments.")
@@ -28,20 +33,16 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    """Show the neuron groups of a network, or the recipe that made a fused file."""
-    if recipe or file is not None:
-        _print_recipe(file, recipe, model, as_json)
+    """Show the neuron groups of a network or checkpoint, or the recipe that made a fused file."""
+    if recipe:
+        _print_recipe(file, model, as_json)
         return
-    if model is None:
-        raise InputError("give --model package.module:factory, or a file and --recipe")
     with waiting("loading PyTorch", as_json):
         from nafi.cli.tables import spec_json, spec_tables
-        from nafi.factories import load_factory, resolve_inputs
-        from nafi.graph import groups, materialise
+        from nafi.graph import groups
 
-    network, example_inputs = load_factory(model)
-    inputs = resolve_inputs(input_shape or [], example_inputs)
-    materialise(network, inputs)
+    with print_warnings():
+        network, inputs = _network(file, model, input_shape or [])
     with print_warnings(), waiting("finding the neuron groups", as_json):
         spec = groups(network, inputs)
     coverage = spec.coverage(network.state_dict())
@@ -49,14 +50,31 @@ def inspect(
         typer.echo(json.dumps(spec_json(spec, coverage), indent=2))
         return
     console = Console()
-    for table in spec_tables(spec, title=model):
+    for table in spec_tables(spec, title=str(file or model)):
         console.print(table)
     console.print(f"{coverage:.1%} of all parameters lie in tensors with groups and without gaps")
 
 
-def _print_recipe(file: Path | None, recipe: bool, model: str | None, as_json: bool) -> None:
+def _network(file: Path | None, model: str | None, input_shape: Sequence[str]) -> tuple[Any, Any]:
+    """The network of a checkpoint, at its widths, or of a factory; and its inputs."""
+    from nafi.checkpoints import load_clients
+    from nafi.factories import load_factory, resolve_inputs
+    from nafi.graph import materialise
+
+    if file is not None:
+        clients = load_clients([file], model, input_shape)
+        return clients.network, clients.example_inputs
+    if model is None:
+        raise InputError("give --model package.module:factory, or a checkpoint")
+    network, example_inputs = load_factory(model)
+    inputs = resolve_inputs(input_shape, example_inputs)
+    materialise(network, inputs)
+    return network, inputs
+
+
+def _print_recipe(file: Path | None, model: str | None, as_json: bool) -> None:
     """Print what made a file; it is text, and nothing that it names is imported."""
-    if file is None or not recipe or model is not None:
+    if file is None or model is not None:
         raise InputError("to see what made a file, give the file and --recipe alone")
     from nafi.recipes import stored_recipe, write_toml
 

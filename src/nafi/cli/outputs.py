@@ -14,7 +14,7 @@ from nafi.cli.app import tell
 from nafi.errors import InputError, few
 
 if TYPE_CHECKING:
-    from nafi.checkpoints import ClientFiles
+    from nafi.checkpoints import ClientFiles, ClientOutlines
     from nafi.fusion import Method
     from nafi.graph import ModelSpec
 
@@ -27,6 +27,14 @@ def is_folder_output(out: Path, checkpoints: list[Path]) -> bool:
 def card_of(out: Path) -> Path:
     """Where the card of an output is: within a folder, beside a file."""
     return out / "README.md" if out.is_dir() else out.with_suffix(".md")
+
+
+def check_inputs(checkpoints: list[Path]) -> None:
+    """Refuse checkpoints that are not there, before anything that follows from them."""
+    missing = [str(path) for path in checkpoints if not path.exists()]
+    if missing:
+        does = "does" if len(missing) == 1 else "do"
+        raise InputError(f"{few(missing)} {does} not exist; expected checkpoints")
 
 
 def check_outputs(out: Path, pages: dict[str, Path], checkpoints: list[Path], force: bool) -> None:
@@ -85,15 +93,17 @@ def check_folder_method(
         )
 
 
-def keep_to_fields(method: Method, files: ClientFiles) -> tuple[Method, ModelSpec]:
+def keep_to_fields(
+    method: Method, clients: ClientFiles | ClientOutlines
+) -> tuple[Method, ModelSpec]:
     """The method with the widths kept that the configuration has no field for, and the groups."""
     from nafi.graph import groups
     from nafi.huggingface import limited, width_fields
 
-    spec = groups(files.models[0], files.example_inputs)
+    spec = groups(clients.network, clients.example_inputs)
     if not hasattr(method, "max_width") or method.max_width == 1.0:
         return method, spec
-    fields = width_fields(files.models[0], spec)
+    fields = width_fields(clients.network, spec)
     names = [field.name for field in fields]
     if names:
         what = f"config.json has fields for {few(names)}; all other widths stay as they are"

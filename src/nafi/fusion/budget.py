@@ -48,12 +48,12 @@ def read_budget(stated: object) -> Budget:
     except ValueError:
         amount = inf
     unit = words[2].lower() if words else ""
-    if not isinstance(stated, str) or not 0 < amount < inf:
-        raise InputError(f"budget: found {stated!r}, expected {_EXPECTED}")
+    known = unit in ("params", "flops", *_BYTES)
+    if not isinstance(stated, str) or not 0 < amount < inf or not known:
+        meant = f'; did you mean "{amount} params"?' if unit == "x" and amount < inf else ""
+        raise InputError(f"budget: found {stated!r}, expected {_EXPECTED}{meant}")
     if unit in ("params", "flops"):
         return Budget(amount, unit)
-    if unit not in _BYTES:
-        raise InputError(f"budget: found {stated!r}, expected {_EXPECTED}")
     return Budget(amount * _BYTES[unit], "bytes")
 
 

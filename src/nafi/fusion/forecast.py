@@ -25,7 +25,7 @@ from nafi.fusion.method import AligningMethod, Method
 from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.stack import Stack
 from nafi.fusion.widths import largest_factor, width_limits
-from nafi.graph import Inputs, Product, call, watch
+from nafi.graph import Inputs, Product, call, groups, rebuild, watch
 from nafi.options import is_listed
 
 # Matching and refitting takes so many runs of all networks over the probe: see docs/results.md.
@@ -50,12 +50,15 @@ class Forecast:
     """What a fusion would do.
 
     params: least and most parameters of the fused network; of_client: those of the first client
-    seconds, bytes: estimates, and `how` they were made, a line each
+    probe: how many inputs layers would be refitted on
+    seconds, bytes: estimates, and `how` they were made, a line each; what takes less than a second
+        has none
     """
 
     groups: tuple[GroupForecast, ...]
     params: tuple[float, float]
     of_client: float
+    probe: int
     seconds: float
     bytes: float
     how: tuple[str, ...]
@@ -92,6 +95,19 @@ def forecast(
         sum(networks.specs[0].widths.values()), 1
     )
     recorded = _written(networks.original, example_inputs) * probe * (len(shapes) + neurons)
+    steps = [
+        (traced, "to find the groups"),
+        (
+            matching,
+            "to match at the largest width: the multiplications of all costs, at "
+            f"{rate / 1e9:.1f} billion a second",
+        ),
+        (
+            refit,
+            f"to refit: {_RUNS} runs of {len(shapes)} networks over {probe} inputs, "
+            f"{1e3 * run:.2f} ms for an input",
+        ),
+    ]
     return Forecast(
         tuple(
             GroupForecast(name, tuple(networks.local_widths(name)), *each)
@@ -99,14 +115,15 @@ def forecast(
         ),
         params,
         of_client,
+        probe,
         traced + matching + refit,
         _COPIES * loaded + recorded,
         (
-            f"{traced:.1f} s to find the groups, as just measured",
-            f"{matching:.1f} s to match at the largest width: the multiplications of all costs, at "
-            f"{rate / 1e9:.1f} billion a second, as just measured",
-            f"{refit:.1f} s to refit: {_RUNS} runs of {len(shapes)} networks over {probe} inputs, "
-            f"{1e3 * run:.2f} ms for an input, as just measured",
+            *(
+                f"{seconds:.1f} s {what}, as just measured"
+                for seconds, what in steps
+                if seconds >= 1
+            ),
             f"memory: {_COPIES} copies of all checkpoints and of the largest fused network, and "
             "what layers write on the probe; PyTorch itself takes some 300 MB more",
         ),
@@ -120,17 +137,19 @@ def _networks(
     shapes: Sequence[Mapping[str, Tensor]],
     names: Sequence[str],
 ) -> Networks:
-    """One network in the place of all, at the widths of each checkpoint."""
-    clients = Clients((network.eval(),), ("the network of the factory",), None, None)
-    networks = prepare_networks(clients, example_inputs, None, getattr(method, "batchnorm", "fold"))
-    specs = []
+    """One network, that of the first checkpoint, in the place of all, and the widths of each."""
+    spec = groups(network, example_inputs)
+    widths = []
     for name, each in zip(names, shapes, strict=True):
         try:
-            widths = networks.architecture.fitted(each).widths
+            widths.append(spec.fitted(each).widths)
         except SpecError as error:
             raise SpecError(f"{name} is not a checkpoint of this network: {error}") from None
-        specs.append(networks.spec.resized(widths))
-    return replace(networks, specs=tuple(specs))
+    first = rebuild(network, spec, widths[0]).eval()
+    clients = Clients((first,), (names[0],), None, None)
+    known, way = spec.resized(widths[0]), getattr(method, "batchnorm", "fold")
+    networks = prepare_networks(clients, example_inputs, known, way)
+    return replace(networks, specs=tuple(networks.spec.resized(each) for each in widths))
 
 
 def _bounds(method: Method, networks: Networks) -> dict[str, tuple[int, int]]:

@@ -169,7 +169,8 @@ def _positional(batch: Any, model: nn.Module, example_inputs: Sequence[Any]) -> 
     if len(batch) < wanted:
         raise InputError(
             f"probe: found batches of {len(batch)}, expected the network's {wanted} arguments; "
-            "give tuples of them, or dicts by name"
+            "give tuples of them, or dicts by name; on the command line, --probe module:function, "
+            "which returns such a dict"
         )
     return tuple(batch[:wanted])
 

@@ -113,6 +113,7 @@ def _limit(stated: int | float | None, name: str, local: list[int]) -> int:
     if limit < widest:
         raise InputError(
             f"max_width: found {stated!r} for group {name}, which has {widest} neurons in one "
-            "model already; a factor is a float of at least 1.0, a number of neurons a whole number"
+            "model already; write a factor of at least 1.0, 1x on the command line, for the local "
+            "width, or a whole number for as many neurons"
         )
     return min(limit, sum(local))

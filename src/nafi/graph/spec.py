@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nafi.errors import SpecError
+from nafi.errors import SpecError, few
 from nafi.graph.blocks import Block, blocks
 from nafi.graph.inputs import Inputs
 from nafi.graph.tensors import (
@@ -284,14 +284,14 @@ class ModelSpec:
             raise SpecError(f"expected a state dict, found {kind}; write model.state_dict()")
         missing = [name for name in self.axes if name not in state]
         if missing:
-            raise SpecError(f"the state dict lacks {', '.join(missing)}, which the spec describes")
+            raise SpecError(f"the state dict lacks {few(missing)}, which the network has")
         extra = [name for name in state if name not in self.axes and name not in self.aliases]
         if extra:
-            raise SpecError(f"the spec says nothing of {', '.join(extra)}")
+            raise SpecError(f"the network has no {few(extra)}")
         for name in self.axes:
             shape, expected = tuple(state[name].shape), self.shape(name)
             if shape != expected:
-                raise SpecError(f"{name}: found shape {shape}, expected {expected} from the spec")
+                raise SpecError(f"{name}: found shape {shape}, the network has {expected}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` reads it back."""

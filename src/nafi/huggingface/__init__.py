@@ -13,20 +13,23 @@ from nafi.huggingface.networks import (
     is_pretrained,
     load_folder,
     make_network,
+    outline,
 )
-from nafi.huggingface.widths import limited, width_fields
+from nafi.huggingface.widths import is_filled_up, limited, width_fields
 from nafi.huggingface.writing import config_of, save_folder
 
 __all__ = [
     "FolderWarning",
     "config_of",
     "fill_network",
+    "is_filled_up",
     "is_folder",
     "is_pretrained",
     "limited",
     "load_folder",
     "make_inputs",
     "make_network",
+    "outline",
     "read_config",
     "read_weights",
     "save_folder",

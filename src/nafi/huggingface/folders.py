@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from nafi.errors import CheckpointError, few, unlike
-from nafi.tensor_files import read_tensors
+from nafi.tensor_files import Reader, read_tensors
 
 CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
@@ -64,8 +64,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_object(folder / CONFIG)
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder, from one file or from several that an index lists."""
+def read_weights(folder: Path, reader: Reader = read_tensors) -> dict[str, Tensor]:
+    """The tensors of a folder, from one file or from several that an index lists.
+
+    reader: of each file
+    """
     if (folder / _ADAPTER).exists() and not (folder / _WEIGHTS).exists():
         raise CheckpointError(
             f"{folder} holds an adapter, not a network; merge it into its base model first "
@@ -73,15 +76,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         )
     for name in (_WEIGHTS, _TORCH_WEIGHTS):
         if (folder / name).is_file():
-            return read_tensors(folder / name)[0]
+            return reader(folder / name)[0]
         if name == _WEIGHTS and (folder / _INDEX).is_file():
-            return _read_shards(folder)
+            return _read_shards(folder, reader)
     raise CheckpointError(
         f"{folder} lacks {_WEIGHTS} and {_INDEX}; model.save_pretrained(...) writes them"
     )
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
+def _read_shards(folder: Path, reader: Reader) -> dict[str, Tensor]:
     index = folder / _INDEX
     places = _read_object(index).get("weight_map")
     if not isinstance(places, Mapping) or not places:
@@ -94,7 +97,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{index}: found {file[:60]!r}, expected .safetensors files")
     state: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
-        shard, _ = read_tensors(folder / file)
+        shard, _ = reader(folder / file)
         listed = {name: file for name, where in places.items() if where == file}
         difference = unlike(shard, listed)
         if difference:

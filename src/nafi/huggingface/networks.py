@@ -101,19 +101,39 @@ def fill_network(values: Mapping[str, Any], state: Mapping[str, Tensor], label: 
     return filled.eval()
 
 
+def outline(
+    values: Mapping[str, Any], state: Mapping[str, Tensor], label: str
+) -> dict[str, Tensor]:
+    """The tensors that `fill_network` would fill, without numbers. state: those of the files."""
+    kind, config = _described(values, label)
+    shapes = shapes_of(kind, config, label, len(state))
+    _check_size(shapes, sum(tensor.numel() for tensor in state.values()), label)
+    _check_shapes([n for n in shapes if n in state and state[n].shape != shapes[n]], label)
+    usual = next((tensor.dtype for tensor in state.values()), torch.float32)
+    return {
+        name: torch.empty(shape, dtype=state[name].dtype if name in state else usual, device="meta")
+        for name, shape in shapes.items()
+    }
+
+
 def _check_loaded(info: Mapping[str, Any], label: str) -> None:
     """Refuse networks of which a part would be random."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{label}: the weights lack {few(missing)}; is config.json theirs?")
     mismatched = sorted(str(name) for name, *_ in info["mismatched_keys"])
-    if mismatched or info["error_msgs"]:
-        what = few(mismatched) if mismatched else first_line(ValueError(info["error_msgs"][0]))
-        raise CheckpointError(f"{label}: {what} has another shape than config.json says")
+    _check_shapes(
+        mismatched or [first_line(ValueError(text)) for text in info["error_msgs"]], label
+    )
     unread = sorted(info["unexpected_keys"])
     if unread:
         text = f"{label}: the network has no place for {few(unread)}; they are left out"
         warnings.warn(text, FolderWarning, stacklevel=4)
+
+
+def _check_shapes(others: list[str], label: str) -> None:
+    if others:
+        raise CheckpointError(f"{label}: {few(others)} has another shape than config.json says")
 
 
 def _described(values: Mapping[str, Any], label: str) -> tuple[Any, Any]:

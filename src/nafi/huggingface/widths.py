@@ -66,6 +66,14 @@ def says_widths(model: nn.Module) -> bool:
     return shapes == shapes_of(type(model), model.config, type(model).__name__)
 
 
+def is_filled_up(model: nn.Module, spec: ModelSpec) -> bool:
+    """Whether `expressed` would add neurons, since layers of one field differ in width."""
+    if says_widths(model):
+        return False
+    fields = width_fields(model, spec)
+    return any(len({spec.widths[name] for name in field.groups}) > 1 for field in fields)
+
+
 def expressed(model: nn.Module, spec: ModelSpec) -> nn.Module:
     """The same network with a configuration that says its widths.
 
