@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def started(
     )
 
 
+@contextmanager
+def own_modules(folder: Path, patched: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of a folder are not mistaken for those of the same name in another one."""
+    names = [file.stem for file in folder.glob("*.py")]
+    for name in names:
+        patched.delitem(sys.modules, name, raising=False)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The same in this process, which saves its start."""
     out, err, code = io.StringIO(), io.StringIO(), 0
@@ -51,12 +63,11 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         patched.setattr(sys, "argv", ["nafi", *arguments])
         patched.setattr(sys, "path", list(sys.path))
         patched.setattr(sys, "dont_write_bytecode", True)
-        patched.delitem(sys.modules, "networks", raising=False)
-        try:
-            main()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        sys.modules.pop("networks", None)
+        with own_modules(cwd, patched):
+            try:
+                main()
+            except SystemExit as stopped:
+                code = int(stopped.code or 0)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
@@ -72,10 +83,8 @@ def complaint(
         patched.setattr(sys, "argv", ["nafi", *arguments])
         patched.setattr(sys, "path", list(sys.path))
         patched.setattr(sys, "dont_write_bytecode", True)
-        patched.delitem(sys.modules, "networks", raising=False)
-        with pytest.raises(SystemExit) as stopped:
+        with own_modules(folder, patched), pytest.raises(SystemExit) as stopped:
             main()
-        sys.modules.pop("networks", None)
     told = capsys.readouterr().err
     assert stopped.value.code == 2, told
     assert "Traceback" not in told

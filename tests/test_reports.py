@@ -490,4 +490,7 @@ def test_the_demo_has_a_row_for_what_could_not_run(tmp_path: Path) -> None:
     page = demo_page(tmp_path / "demo.html")
     assert "ot: needs POT: pip install &#39;nafi[ot]&#39;" in page
     assert "92.0% of the test digits" in page
-    assert "<!-- fedavg 10.0   -->" in page  # far below the axis, and still there
+    assert "<!-- fedavg 10.0 ↓   -->" in page
+    assert "The best at this size is stack: 93.0%." in page
+    (bold,) = {place for place, _ in demo_table(FOUND).best}
+    assert demo_table(FOUND).rows[bold][0] == "stack"

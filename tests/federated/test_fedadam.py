@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from nafi.errors import InputError
 from nafi.federated import STRATEGIES, FedAdam, Trainer, Training, Update, make_strategy, simulate
-from nafi.federated.flower import _check_settings
+from nafi.federated.flower import _understood
 from nafi.federated.strategies import option_names
 from tests.federated.networks import CLASSES, normed, pictures, population, small
 
@@ -112,6 +112,7 @@ def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
 def test_its_name_and_its_options_are_known_by_themselves() -> None:
     assert STRATEGIES["fedadam"] is FedAdam
     assert option_names("fedadam")[:4] == list(SETTINGS)
-    _check_settings("fedadam", {**SETTINGS, "epochs": 3, "rounds": 2})
+    known = {**SETTINGS, "epochs": 3, "rounds": 2}
+    assert _understood("fedadam", known) == known
     with pytest.raises(InputError, match="did you mean server_rate"):
-        _check_settings("fedadam", {"server_rates": 1})
+        _understood("fedadam", {"server_rates": 1})

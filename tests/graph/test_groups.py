@@ -254,7 +254,7 @@ def test_bad_calls_say_what_to_do() -> None:
     with pytest.raises(SpecError, match=r"each of 0..7 once"):
         permute(model, spec, {"layers.0": torch.zeros(8, dtype=torch.long)})
     with pytest.raises(
-        SpecError, match=r"layers.0.weight: found shape \(9, 5\), expected \(8, 5\)"
+        SpecError, match=r"layers.0.weight: found shape \(9, 5\), the network has \(8, 5\)"
     ):
         permute(zoo.MLP(5, 9, 4), spec, {})
     with pytest.raises(SpecError, match=r"the state dict lacks layers.1.weight"):

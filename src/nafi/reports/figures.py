@@ -100,7 +100,8 @@ def _label_points(
     for name, size, accuracy in sorted(points, key=lambda point: -point[2]):
         beside = [height for height in curves if abs(height - accuracy) < gap]
         below = min(max(min([accuracy, *(h - gap for h in beside)]), low), below - gap)
-        text = f"{name} {accuracy:.1f}  "
+        where = "" if accuracy > low else " ↓"  # further down than the axis reaches
+        text = f"{name} {accuracy:.1f}{where}  "
         axes.annotate(text, (size, below), ha="right", va="center", fontsize="small")
 
 
