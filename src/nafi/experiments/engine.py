@@ -155,8 +155,8 @@ class _Bench:
                 return answer(client, task)
             place, count = list(trained).index(client), len(trial.data[client])
             of_classes = None if tables is None else tuple(int(n) for n in tables[place])
-            weights = dict(named_tensors(trained[client]))
-            weights = {name: weights[name].detach() for name in self.architecture.spec.axes}
+            tensors = named_tensors(trained[client])
+            weights = {name: tensors[name].detach() for name in self.architecture.spec.axes}
             return Update(client, task.round, weights, count, of_classes), nan
 
         acceptance = Acceptance(classes=classes)
