@@ -184,7 +184,9 @@ def test_messages_hold_sums_in_the_precision_that_was_asked_for(
     exact = layer_statistics(model, batches, ["two.weight"])["two.weight"].whole
     read = read_layer(message, "two.weight", request)
     size = exact.gram.diagonal(dim1=1, dim2=2).max()
-    assert float((read.gram - exact.gram).abs().max() / size) <= error + 1e-12
+    # The upper half is sent; a product in float32 need not be symmetric to the last bit.
+    assert float((read.gram - exact.gram).triu().abs().max() / size) <= error + 1e-12
+    assert torch.equal(read.gram, read.gram.mT)
     head = read_head(message, request, empty_head(model, (samples.inputs,)))
     whole = nafi.statistics(model, [(samples.inputs, samples.labels)])
     assert float((head.gram - whole.gram).abs().max() / whole.gram.max()) <= error + 1e-9
