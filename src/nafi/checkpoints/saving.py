@@ -6,7 +6,8 @@ Hides: the formats. Promises: files and folders are written completely or not at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -68,19 +69,9 @@ def save(
     if is_folder_name(target) and is_pretrained(network):
         if factory is not None or class_counts is not None or sample_count is not None:
             raise InputError(f"{target}: a folder holds no factory and no counts; save a file")
-        if result is not None and result.spec is not None and result.spec.folded:
-            raise InputError(
-                f"{target}: a folder needs normalisation; fuse with batchnorm='attach'"
-            )
-        save_folder(
-            network,
-            target,
-            spec=None if result is None else result.spec,
-            example_inputs=example_inputs if verify is None else verify,
-            files_from=None if files_from is None else Path(files_from),
-            texts=_card_of(result, target) if card is None else {"README.md": card},
-            overwrite=overwrite,
-        )
+        texts = _card_of(result, target) if card is None else {"README.md": card}
+        inputs = example_inputs if verify is None else verify
+        _save_folder(network, result, target, inputs, files_from, texts, overwrite)
         return
     if files_from is not None or card is not None:
         raise InputError(f"{target}: files_from and card are for Hugging Face folders")
@@ -98,29 +89,60 @@ def save(
         for name, tensor in named_tensors(network).items()
         if name not in aliases
     }
-    several = network if isinstance(network, EnsembleNetwork) else None
-    spec = None if result is None else result.architecture
-    bodies = () if result is None else result.bodies
-    inputs = example_inputs or next(
-        (known.example_inputs for known in [spec, *(b.architecture for b in bodies)] if known), None
-    )
-    manifest = Manifest(
+    manifest = replace(
+        _manifest(network, result, example_inputs),
         factory=factory,
-        widths=dict(result.widths) if result is not None and several is None else None,
-        spec=spec.to_dict() if spec is not None else None,
-        folded=bool(result is not None and result.spec is not None and result.spec.folded),
-        inputs=_describe(inputs),
         class_counts=counts,
         sample_count=count,
         aliases=aliases or None,
-        members=None if several is None else _describe_members(several, bodies),
-        average=None if several is None else several.average,
         config=_config(network) if factory is None else None,
     )
     with atomic_path(target) as partial:
         save_file(state, partial, metadata={KEY: manifest.to_json()})
         if verify is not None:
             check_written(partial, target, load, network, verify)
+
+
+def _save_folder(
+    network: nn.Module,
+    result: FusionResult | None,
+    target: Path,
+    inputs: Inputs | None,
+    files_from: str | Path | None,
+    texts: Mapping[str, str],
+    overwrite: bool,
+) -> None:
+    if result is not None and result.spec is not None and result.spec.folded:
+        raise InputError(f"{target}: a folder needs normalisation; fuse with batchnorm='attach'")
+    save_folder(
+        network,
+        target,
+        spec=None if result is None else result.spec,
+        example_inputs=inputs,
+        files_from=None if files_from is None else Path(files_from),
+        texts=texts,
+        overwrite=overwrite,
+    )
+
+
+def _manifest(
+    network: nn.Module, result: FusionResult | None, example_inputs: Inputs | None
+) -> Manifest:
+    """What is known of the form of a network, or of each of several: groups, widths, inputs."""
+    several = network if isinstance(network, EnsembleNetwork) else None
+    spec = None if result is None else result.architecture
+    bodies = () if result is None else result.bodies
+    inputs = example_inputs or next(
+        (known.example_inputs for known in [spec, *(b.architecture for b in bodies)] if known), None
+    )
+    return Manifest(
+        widths=dict(result.widths) if result is not None and several is None else None,
+        spec=spec.to_dict() if spec is not None else None,
+        folded=bool(result is not None and result.spec is not None and result.spec.folded),
+        inputs=_describe(inputs),
+        members=None if several is None else _describe_members(several, bodies),
+        average=None if several is None else several.average,
+    )
 
 
 def is_folder_name(path: Path) -> bool:
