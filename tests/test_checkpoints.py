@@ -21,6 +21,7 @@ from nafi.checkpoints import load_clients, read
 from nafi.errors import CheckpointError, InputError, NafiError
 from nafi.files import atomic_path
 from nafi.manifest import CHECKS, Manifest
+from nafi.trust import Trust
 from tests.fusion.networks import gap, seeded, trained_norms
 from tests.graph import zoo
 from tests.graph.test_rebuild import Renamed
@@ -34,7 +35,7 @@ def test_a_model_comes_back(tmp_path: Path) -> None:
     model = seeded(0, 8, 12, 9, 5)
     file = tmp_path / "a.safetensors"
     nafi.save(model, file, factory=FACTORY, class_counts=[1, 2, 3, 4, 5], sample_count=15)
-    assert gap(nafi.load(file), model, INPUTS) == 0
+    assert gap(nafi.load(file, FACTORY), model, INPUTS) == 0
     _, manifest = read(file)
     assert manifest.factory == FACTORY
     assert manifest.class_counts == [1, 2, 3, 4, 5]
@@ -47,7 +48,7 @@ def test_a_fused_model_comes_back_at_its_widths(tmp_path: Path, method: str) -> 
     result = nafi.fuse([seeded(s, 8, 12, 9, 5) for s in range(3)], INPUTS, method=method)
     file = tmp_path / "fused.safetensors"
     nafi.save(result, file, factory=FACTORY)
-    loaded = nafi.load(file)
+    loaded = nafi.load(file, trust_factory=FACTORY)
     assert gap(loaded, result.model, INPUTS) == 0
     assert not loaded.training
     if method in ("nafi", "pfnm"):
@@ -61,7 +62,7 @@ def test_batch_normalisation_comes_back(tmp_path: Path, batchnorm: str) -> None:
     assert result.widths["stem"] > 6
     file = tmp_path / "fused.safetensors"
     nafi.save(result, file, factory="tests.fusion.networks:NormNet")
-    assert gap(nafi.load(file), result.model, IMAGES) == 0
+    assert gap(nafi.load(file, trust_factory=True), result.model, IMAGES) == 0
 
 
 @pytest.mark.slow
@@ -259,7 +260,7 @@ def test_clients_of_other_widths_are_read_at_their_own(tmp_path: Path) -> None:
     files = [tmp_path / f"{s}.safetensors" for s in range(2)]
     for model, file in zip(models, files, strict=True):
         nafi.save(model, file, factory=FACTORY, class_counts=[1] * 5)
-    found = load_clients(files, None)
+    found = load_clients(files, None, trust=Trust((FACTORY,)))
     assert found.factory == FACTORY
     assert found.class_counts == [[1.0] * 5] * 2
     for one, two in zip(found.models, models, strict=True):
@@ -428,7 +429,7 @@ WRONG_MANIFESTS: list[tuple[object, str]] = [
     ([], "expected a JSON object"),
     (3, "expected a JSON object"),
     ({"odd": 1}, "unknown fields odd"),
-    ({"factory": 3}, "factory: found 3, expected text"),
+    ({"factory": 3}, "factory: found 3, expected package.module:function"),
     ({"folded": None}, "folded: found None, expected true or false"),
     ({"folded": 1}, "folded"),
     ({"version": None}, "version"),
@@ -615,6 +616,6 @@ def test_a_factory_that_cannot_be_imported_may_be_passed_instead(tmp_path: Path)
     model, path = nn.Linear(2, 3), tmp_path / "m.safetensors"
     nafi.save(model, path, factory="not_here:network")
     with pytest.raises(InputError, match=r"cannot import not_here: .* or pass the function itself"):
-        nafi.load(path)
+        nafi.load(path, "not_here:network")
     loaded = nafi.load(path, lambda: nn.Linear(2, 3))
     assert torch.equal(loaded.get_parameter("weight"), model.weight)

@@ -121,7 +121,7 @@ def test_a_fused_file_runs_at_its_new_widths(folder: Path, monkeypatch: pytest.M
     code, out, err = fused(folder, *counts, "--probe", "none", "--report", "page.html")
     assert code == 0, err
     monkeypatch.chdir(folder)
-    model = nafi.load("g.safetensors")
+    model = nafi.load("g.safetensors", "networks:net")
     direct = nafi.fuse(
         [network(s) for s in range(3)],
         (torch.zeros(2, 6),),
@@ -134,7 +134,7 @@ def test_a_fused_file_runs_at_its_new_widths(folder: Path, monkeypatch: pytest.M
     assert [model[0].out_features, model[2].out_features] == widths
     for group, width in direct.widths.items():
         assert re.search(rf"│ {group} .*│ +{width} │", out), out
-    assert 'nafi.load("g.safetensors")' in out
+    assert 'nafi.load("g.safetensors", "networks:net")' in out
     page = Page((folder / "page.html").read_text())
     assert page.tags["td"] == 7 * len(widths)
     assert page.tags["svg"] == len(widths)
@@ -162,7 +162,8 @@ def test_what_files_say_of_themselves_need_not_be_said(folder: Path) -> None:
         nafi.save(
             network(s, first), folder / files[-1], factory="networks:net", class_counts=[s, 1, 2]
         )
-    done = run("fuse", *files, "--out", "g.safetensors", "--json", cwd=folder)
+    trusted = ["--trust-factory", "networks:net"]
+    done = run("fuse", *files, *trusted, "--out", "g.safetensors", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["groups"][0]["local"] == [10, 7]
 
@@ -352,10 +353,11 @@ def test_what_the_user_gives_comes_before_what_files_say(folder: Path) -> None:
     files = [f"{s}.safetensors" for s in range(2)]
     for s, file in enumerate(files):
         counts = [5 + s, 1, 2]
-        nafi.save(network(s, 10), folder / file, factory="networks:net", class_counts=counts)
+        nafi.save(network(s, 10), folder / file, class_counts=counts)
+    common = [*files, "--model", "networks:net", "--out", "g.safetensors", "--force"]
     results = []
     for options in ([], ["--sample-counts", "1,200"]):
-        done = run("fuse", *files, "--out", "g.safetensors", "--force", *options, cwd=folder)
+        done = run("fuse", *common, *options, cwd=folder)
         assert done.returncode == 0, done.stderr
         results.append(read(folder / "g.safetensors")[0])
     assert any(not results[0][name].equal(results[1][name]) for name in results[0])
@@ -419,24 +421,23 @@ def test_a_stack_within_a_budget_is_written_and_solved(
     assert code == 0, err
     one = sum(p.numel() for p in network(0).parameters())
     monkeypatch.chdir(folder)
-    model = nafi.load("g.safetensors")
+    model = nafi.load("g.safetensors", "networks:net")
     parameters = sum(p.numel() for p in model.parameters())
     assert 1.2 * one < parameters <= 1.5 * one
     assert f"{parameters} parameters, {parameters / one:.2f} times those of one" in " ".join(
         out.split()
     )
     assert "parameters" in (folder / "page.html").read_text()
+    solving = ["g.safetensors", "--model", "networks:net"]
     for name in ("north", "south"):
         done = run(
-            "statistics", "g.safetensors", "--data", "networks:batches", "--out", f"{name}.stats",
+            "statistics", *solving, "--data", "networks:batches", "--out", f"{name}.stats",
             cwd=folder,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-    done = run(
-        "head", "g.safetensors", "north.stats", "south.stats", "--out", "h.safetensors", cwd=folder
-    )
+    done = run("head", *solving, "north.stats", "south.stats", "--out", "h.safetensors", cwd=folder)
     assert done.returncode == 0, done.stderr
-    solved = nafi.load("h.safetensors")
+    solved = nafi.load("h.safetensors", "networks:net")
     inputs, labels = torch.load("labelled.pt")
     with torch.no_grad():
         right = [float((m(inputs).argmax(1) == labels).double().mean()) for m in (model, solved)]
@@ -515,12 +516,12 @@ def test_whoever_names_no_probe_gets_noise_and_is_told(folder: Path) -> None:
 
 
 def test_one_hidden_layer_is_merged_by_weights_as_ever(images: Path) -> None:
-    done = run(*PICTURES[:7], "--json", cwd=images)
+    done = run(*PICTURES[:9], "--json", cwd=images)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["probe"], told["advice"], told["fits"]) == ("none", None, {})
     assert "noise" not in done.stderr
-    done = run(*PICTURES[:7], "--json", "--probe", "synthetic", "--force", cwd=images)
+    done = run(*PICTURES[:9], "--json", "--probe", "synthetic", "--force", cwd=images)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["probe"] == "synthetic"
 
@@ -556,7 +557,7 @@ def images(folder: Path) -> Path:
         torch.manual_seed(s)
         layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
         model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(5, 2))
-        nafi.save(model, folder / f"{s}.safetensors", factory="networks:pictures")
+        nafi.save(model, folder / f"{s}.safetensors")
     (folder / "photos").mkdir()
     rng = np.random.default_rng(0)
     for k in range(9):
@@ -567,6 +568,7 @@ def images(folder: Path) -> Path:
 
 
 PICTURES = ["fuse", "0.safetensors", "1.safetensors", "--out", "g.safetensors"]
+PICTURES += ["--model", "networks:pictures"]
 PICTURES += ["--input-shape", "3,8,8", "--probe", "photos", "--json"]
 
 
@@ -614,10 +616,9 @@ def test_inspect_shows_the_groups_of_a_file_at_its_widths(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nafi.save(network(0, 7), folder / "known.safetensors", factory="networks:net")
-    for arguments in [["known.safetensors"], ["c.pt", "--model", "networks:net"]]:
-        done = run("inspect", *arguments, "--json", cwd=folder)
+    for file, option, first in [("known.safetensors", "trust-factory", 7), ("c.pt", "model", 10)]:
+        done = run("inspect", file, f"--{option}", "networks:net", "--json", cwd=folder)
         assert done.returncode == 0, done.stderr
-        first = 7 if arguments == ["known.safetensors"] else 10
         widths = [group["width"] for group in json.loads(done.stdout)["groups"].values()]
         assert widths == [first, 8]
     told = complaint(["inspect", "a.safetensors"], folder, monkeypatch, capsys)

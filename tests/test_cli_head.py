@@ -62,9 +62,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+FUSED = ["fused.safetensors", "--model", "networks:net"]
+
+
 def summed(folder: Path, name: str, *more: str) -> tuple[int, str, str]:
-    arguments = ["fused.safetensors", "--data", f"networks:{name}", "--out", f"{name}.stats"]
-    done = run("statistics", *arguments, *more, cwd=folder)
+    arguments = ["--data", f"networks:{name}", "--out", f"{name}.stats"]
+    done = run("statistics", *FUSED, *arguments, *more, cwd=folder)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -77,12 +80,13 @@ def test_a_head_is_solved_from_files(folder: Path, monkeypatch: pytest.MonkeyPat
     assert code == 0, err
     assert json.loads(out)["samples"] == sum(json.loads(out)["class_counts"]) == 100
     files = ["north.stats", "south.stats"]
-    done = run("head", "fused.safetensors", *files, "--out", "final.safetensors", cwd=folder)
+    done = run("head", *FUSED, *files, "--out", "final.safetensors", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "3.weight solved from 200 samples" in done.stdout
     monkeypatch.chdir(folder)
     monkeypatch.delitem(sys.modules, "networks", raising=False)
-    fused, final = nafi.load("fused.safetensors"), nafi.load("final.safetensors")
+    names = ("fused.safetensors", "final.safetensors")
+    fused, final = (nafi.load(name, "networks:net") for name in names)
     networks = sys.modules.pop("networks")  # which load imported
     clients = [nafi.statistics(fused, batches()) for batches in (networks.north, networks.south)]
     expected = nafi.solve_head(fused, clients)
@@ -103,7 +107,7 @@ def complaint(folder: Path, *arguments: str) -> str:
 
 def test_what_cannot_be_done_is_said(folder: Path) -> None:
     def refused(data: str, out: str = "x.stats") -> str:
-        return complaint(folder, "statistics", "fused.safetensors", "--data", data, "--out", out)
+        return complaint(folder, "statistics", *FUSED, "--data", data, "--out", out)
 
     assert "ends in .stats" in refused("networks:north", "x.safetensors")
     assert "RuntimeError: no disk" in refused("networks:broken")
@@ -117,7 +121,7 @@ def test_what_cannot_be_done_is_said(folder: Path) -> None:
     assert summed(folder, "north", "--force")[0] == 0
 
     def unsolved(*files: str, out: str = "y.safetensors") -> str:
-        return complaint(folder, "head", "fused.safetensors", *files, "--out", out)
+        return complaint(folder, "head", *FUSED, *files, "--out", out)
 
     assert "ends in .safetensors" in unsolved("north.stats", out="y.stats")
     assert "one of the files to read" in unsolved("north.stats", out="fused.safetensors")

@@ -18,19 +18,20 @@ from tests.test_cli_fuse import folder, network
 __all__ = ["folder"]  # a fixture
 
 FILES = ["0.safetensors", "1.safetensors"]
+MODEL = ["--model", "networks:net"]
 
 
 @pytest.fixture
 def clients(folder: Path) -> Path:
-    """Two checkpoints of different widths that name their factory."""
+    """Two checkpoints of different widths."""
     for s, first in enumerate([10, 7]):
-        nafi.save(network(s, first), folder / FILES[s], factory="networks:net")
+        nafi.save(network(s, first), folder / FILES[s])
     return folder
 
 
 def planned(folder: Path, *more: str, files: list[str] = FILES) -> dict[str, Any]:
     before = sorted(folder.iterdir())
-    arguments = ["fuse", *files, "--out", "g.safetensors", *more]
+    arguments = ["fuse", *files, *MODEL, "--out", "g.safetensors", *more]
     done = run(*arguments, "--dry-run", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert sorted(folder.iterdir()) == before, "something was written"
@@ -52,7 +53,7 @@ def planned(folder: Path, *more: str, files: list[str] = FILES) -> dict[str, Any
 def test_the_fused_widths_lie_within_the_forecast(options: list[str], clients: Path) -> None:
     plan = planned(clients, *options)
     assert [group["local"] for group in plan["groups"]] == [[10, 7], [8, 8]]
-    done = run("fuse", *FILES, "--out", "g.safetensors", *options, "--json", cwd=clients)
+    done = run("fuse", *FILES, *MODEL, "--out", "g.safetensors", *options, "--json", cwd=clients)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     widths = {row["group"]: row["width"] for row in told["groups"]}
@@ -73,16 +74,15 @@ def test_only_headers_are_read(clients: Path) -> None:
         save_file(
             {name: torch.full_like(t, torch.nan) for name, t in tensors.items()}, clients / file
         )
-    model = ["--model", "networks:net", "--probe", "none"]
-    assert len(planned(clients, *model)["groups"]) == 2
-    done = run("fuse", *FILES, "--out", "g.safetensors", *model, cwd=clients)
+    assert len(planned(clients, "--probe", "none")["groups"]) == 2
+    done = run("fuse", *FILES, *MODEL, "--out", "g.safetensors", "--probe", "none", cwd=clients)
     assert done.returncode == 2
     assert "NaN" in done.stderr
 
 
 def test_a_recipe_can_be_tried_and_people_are_told(clients: Path) -> None:
     (clients / "r.toml").write_text(
-        f"checkpoints = {FILES}\nout = 'g.safetensors'\nprobe = 'x.npy'"
+        f"checkpoints = {FILES}\nmodel = 'networks:net'\nout = 'g.safetensors'\nprobe = 'x.npy'"
     )
     np.save(clients / "x.npy", np.zeros((30, 6), np.float32))
     done = run("fuse", "r.toml", "--dry-run", cwd=clients)
@@ -114,8 +114,8 @@ def test_inputs_of_a_probe_are_counted(clients: Path) -> None:
     assert plan["notes"] == ["the probe networks:inputs is not looked at: 256 inputs are assumed"]
     (clients / "bad.npy").write_bytes(b"no array")
     for probe, words in [("bad.npy", "cannot be read as an array"), ("no.npy", "does not exist")]:
-        arguments = ["fuse", *FILES, "--out", "g.safetensors", "--probe", probe, "--dry-run"]
-        assert words in run(*arguments, cwd=clients).stderr
+        arguments = ["fuse", *FILES, *MODEL, "--out", "g.safetensors", "--probe", probe]
+        assert words in run(*arguments, "--dry-run", cwd=clients).stderr
 
 
 def test_an_output_that_exists_is_in_no_dry_runs_way(clients: Path) -> None:
@@ -164,11 +164,12 @@ def test_what_is_no_checkpoint_or_has_other_tensors_is_named(
             [FILES[0], "five.safetensors"],
             ": 0.weight: found shape (10, 5), the network has (10, 6)",
         ),
-        (["a.safetensors", "b.safetensors"], "give --model"),
         (["no.safetensors", FILES[0]], "no.safetensors does not exist"),
     ]:
-        arguments = ["fuse", *files, "--out", "g.safetensors", "--dry-run"]
+        arguments = ["fuse", *files, *MODEL, "--out", "g.safetensors", "--dry-run"]
         assert words in complaint(arguments, clients, monkeypatch, capsys)
+    unnamed = ["fuse", *FILES, "--out", "g.safetensors", "--dry-run"]
+    assert "give --model" in complaint(unnamed, clients, monkeypatch, capsys)
     several = ["--frontier", "--probe", "noise", "--validate", "networks:size", "--dry-run"]
     arguments = ["fuse", *FILES, "--out", "g.safetensors", *several]
     assert "leave out --frontier" in complaint(arguments, clients, monkeypatch, capsys)

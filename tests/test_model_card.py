@@ -137,15 +137,17 @@ def test_every_output_of_the_command_has_one(tmp_path: Path) -> None:
     for seed, name in enumerate(["a", "b|`c"]):
         model = seeded(seed, 8, 12, 9, 5)
         nafi.save(model, tmp_path / f"{name}.safetensors", factory="tests.architectures:mlp")
-    options = ["--out", "f.safetensors", "--input-shape", "8", "--penalty", "0.2", "--json"]
+    options = ["--trust-factory", "tests.architectures:mlp", "--out", "f.safetensors"]
+    options += ["--input-shape", "8", "--penalty", "0.2", "--json"]
     done = run("fuse", "a.safetensors", "b|`c.safetensors", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["card"] == "f.md"
     card = (tmp_path / "f.md").read_text()
     assert "\n- `a.safetensors`\n- ``b|`c.safetensors``\n" in card
-    assert "nafi fuse a.safetensors 'b|`c.safetensors' --out f.safetensors" in card
+    command = f"nafi fuse a.safetensors 'b|`c.safetensors' {' '.join(options[:4])}"
+    assert command in card
     assert "Nobody has scored this model" in card
-    assert 'nafi.load("f.safetensors")' in card
+    assert 'nafi.load("f.safetensors", "tests.architectures:mlp")' in card
     (tmp_path / "f.safetensors").unlink()
     done = run("fuse", "a.safetensors", "b|`c.safetensors", *options, cwd=tmp_path)
     assert "f.md exists already" in done.stderr

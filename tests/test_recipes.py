@@ -77,7 +77,11 @@ def test_an_output_holds_the_recipe_that_repeats_it(folder: Path) -> None:
     assert recipe["option"] == {"sweeps": 3, "clip": "None"}
     assert str(folder) not in printed
     (out / "again.toml").write_text(printed)
-    done = run("fuse", "out/again.toml", "--force", cwd=folder)
+    refused = run("fuse", "out/again.toml", "--force", cwd=folder)
+    assert refused.returncode == 2
+    done = run(
+        "fuse", *refused.stderr.split(", give ")[1].split(), "out/again.toml", "--force", cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     assert (out / "g.safetensors").read_bytes() == first
     assert nafi.load(out / "g.safetensors", lambda: network(0))[0].out_features == 15
@@ -147,7 +151,7 @@ def test_a_recipe_of_a_stranger_is_only_printed(
     done = run("inspect", "x.safetensors", "--recipe", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert all(character.isprintable() or character == "\n" for character in done.stdout)
-    assert tomllib.loads(done.stdout) == told
+    assert tomllib.loads(done.stdout) == {"taken_from": "x.safetensors", **told}
     for text in ("a = ", "a = " + "[" * 10**5):
         add_note(folder / "x.safetensors", "nafi-recipe", text)
         with pytest.raises(CheckpointError, match="not TOML"):

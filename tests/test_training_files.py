@@ -115,7 +115,7 @@ def test_the_prefix_of_lightning_is_guessed_and_said(
     assert said in told
     monkeypatch.chdir(folder)
     direct = nafi.fuse([seeded(s, 8, 12, 9, 5) for s in range(2)], ONE)
-    assert gap(nafi.load("g.safetensors"), direct.model, ONE) < 1e-6
+    assert gap(nafi.load("g.safetensors", "networks:net"), direct.model, ONE) < 1e-6
     code, told = fuse(folder, "--probe", "none", "--strip-prefix", "model")
     assert (code, "stand behind" in told) == (0, False)
 
@@ -168,7 +168,7 @@ def test_forwards_of_keywords_alone(folder: Path, monkeypatch: pytest.MonkeyPatc
     code, told = fuse(folder, "--probe", "none", network="named")
     assert code == 0, told
     monkeypatch.chdir(folder)
-    fused, direct = nafi.load("g.safetensors"), nafi.fuse(models, INPUTS).model
+    fused, direct = nafi.load("g.safetensors", "networks:named"), nafi.fuse(models, INPUTS).model
     inputs = {"x": ONE[0], "scale": torch.rand(4, 1)}
     with torch.no_grad():
         assert torch.allclose(fused(**inputs), direct(**inputs), atol=1e-6)
@@ -190,7 +190,7 @@ def test_lazy_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, told = fuse(folder, *shape, network="lazy")
     assert code == 0, told
     monkeypatch.chdir(folder)
-    fused = nafi.load("g.safetensors")
+    fused = nafi.load("g.safetensors", "networks:lazy")
     inputs = (torch.randn(3, 4, 8),)
     direct = nafi.fuse(models, inputs)
     assert gap(fused, direct.model, inputs) < 1e-5

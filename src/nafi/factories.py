@@ -1,7 +1,8 @@
 """Networks, and other things that users write code for, by name: `package.module:factory`.
 
 Hides: importing the user's code. Promises: an `nn.Module` and example inputs, or a function; or a
-one-line error that says what failed: the name, the import or the call.
+one-line error that says what failed: the name, the import or the call. Code that tries to end the
+program has failed, too; `sys.path` is left as it was.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -35,15 +37,9 @@ def load_function(name: str, what: str) -> tuple[Callable[..., Any], ModuleType]
     if not module_name or not function_name or module_name.endswith(".py"):
         hint = f"; write {module_name[:-3]}:{function_name}" if module_name.endswith(".py") else ""
         raise InputError(f"{what}: found {name!r}, expected package.module:{what}{hint}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
+    searched = " (searched in the current folder and the installed packages)"
+    with user_code(f"cannot import {module_name}", searched, NotImportedError):
         module = importlib.import_module(module_name)
-    except Exception as error:
-        raise NotImportedError(
-            f"cannot import {module_name}: {type(error).__name__}: {error} (searched in "
-            "the current folder and the installed packages)"
-        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise InputError(f"{module_name} has no function or class {function_name!r}")
@@ -52,24 +48,49 @@ def load_function(name: str, what: str) -> tuple[Callable[..., Any], ModuleType]
 
 def call_function(function: Callable[..., Any], name: str, *arguments: object) -> Any:
     """What a user's function returns, or a one-line error."""
-    try:
+    called = "without arguments" if not arguments else "with a model"
+    with user_code(f"{name} failed", f"; it is called {called}"):
         return function(*arguments)
-    except Exception as error:
-        called = "without arguments" if not arguments else "with a model"
-        raise InputError(
-            f"{name} failed: {type(error).__name__}: {error}; it is called {called}"
-        ) from error
+
+
+@contextmanager
+def user_code(
+    failure: str, advice: str = "", kind: type[InputError] = InputError
+) -> Iterator[None]:
+    """Run code of the user's, which may import modules of the current folder.
+
+    What it raises, also to end the program, becomes an error of one line; Ctrl-C still interrupts.
+
+    failure, advice: what the error says before and after what was raised
+    """
+    with _current_folder_on_path():
+        try:
+            yield
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            raised = " ".join(f"{type(error).__name__}: {error}".split())
+            raise kind(f"{failure}: {raised}{advice}") from error
+
+
+@contextmanager
+def _current_folder_on_path() -> Iterator[None]:
+    folder = os.getcwd()
+    if folder in sys.path:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:  # unless the user's code has taken it off
+            sys.path.remove(folder)
 
 
 def call_factory(factory: Callable[[], Any], name: str = "factory") -> nn.Module:
     """Call a factory, which must return a network."""
-    try:
+    with user_code(f"{name}() failed", "; the factory is called without arguments"):
         model = factory()
-    except Exception as error:
-        raise InputError(
-            f"{name}() failed: {type(error).__name__}: {error}; the factory is called without "
-            "arguments"
-        ) from error
     if not isinstance(model, nn.Module):
         raise InputError(f"{name}() returned {type(model).__name__}, expected nn.Module")
     return model
@@ -86,10 +107,8 @@ def resolve_inputs(
             "the network's inputs are unknown: give --input-shape 3,32,32 (without the batch), or "
             "write a function example_inputs() beside the factory"
         )
-    try:
+    with user_code("example_inputs() failed"):
         inputs = example_inputs()
-    except Exception as error:
-        raise InputError(f"example_inputs() failed: {type(error).__name__}: {error}") from error
     if isinstance(inputs, Mapping):
         return dict(inputs)
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)

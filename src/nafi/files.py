@@ -1,24 +1,31 @@
 """Writing files and folders so that no half-written one is ever seen, and reading them.
 
-Hides: the temporary file and its permissions. Promises: the target is either unchanged or
-complete, and no more people may read it than before.
+Hides: the temporary file, its name and its permissions. Promises: the target is either unchanged or
+complete, also after a crash of the machine; no more people may read it than before; a link stays,
+and what it leads to is replaced. What killed processes left beside a target is removed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from glob import escape
+from hashlib import sha256
 from pathlib import Path
+from platform import node
 from secrets import token_hex
 from typing import Any
 
 from nafi.errors import InputError
 
 _PARTIAL = ".partial"
+_LONG = 180  # bytes of a name to which more can be added; systems allow 255
+# What a disk, and not a program, is to blame for.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 @contextmanager
@@ -30,17 +37,35 @@ def atomic_path(target: Path, *, private: bool = False) -> Iterator[Path]:
     private: only its owner may read the file
     """
     check_writable(target, overwrite=True)
-    partial = target.with_name(f".{target.name}.{token_hex(8)}{_PARTIAL}{target.suffix}")
+    place = Path(os.path.realpath(target))
+    _remove_orphans(place)
+    partial = place.with_name(f"{_prefix(place)}{_writer()}-{token_hex(8)}{_ending(place)}")
     try:
-        mode = _create(partial, target, private)
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}") from None
-    try:
-        yield partial
-        partial.chmod(mode)  # writers may make another file in its place, as safetensors does
-        partial.replace(target)
+        with _write_errors(target, partial):
+            mode = _create(partial, place, private)
+            yield partial
+            partial.chmod(mode)  # writers may make another file in its place, as safetensors does
+            _sync(partial)
+            partial.replace(place)
+            _sync(place.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _write_errors(target: Path, partial: Path) -> Iterator[None]:
+    """Say in one line that a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename not in (None, str(partial)):  # of another file
+            raise
+        raise InputError(f"cannot write {target}: {error.strerror or error}") from None
+    except Exception as error:  # writers have exceptions of their own
+        full = [os.strerror(code) for code in DISK_ERRORS if os.strerror(code) in str(error)]
+        if not full:
+            raise
+        raise InputError(f"cannot write {target}: {full[0]}") from None
 
 
 def _create(partial: Path, target: Path, private: bool) -> int:
@@ -54,10 +79,70 @@ def _create(partial: Path, target: Path, private: bool) -> int:
     return created if replaced is None else replaced
 
 
-def remove_leftovers(target: Path) -> None:
-    """Remove what a process that was killed while writing left; for a file with a single writer."""
-    for partial in target.parent.glob(f".{escape(target.name)}.*{_PARTIAL}{target.suffix}"):
+def _sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, before anything else is done."""
+    if path.is_dir() and os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _prefix(target: Path) -> str:
+    """How the names of temporary files for a target begin."""
+    name = target.name
+    return f".{name if len(os.fsencode(name)) <= _LONG else sha256(os.fsencode(name)).hexdigest()}."
+
+
+def _ending(target: Path) -> str:
+    """How they end: as the target, because writers choose formats by that."""
+    return _PARTIAL + (target.suffix if len(os.fsencode(target.suffix)) < 20 else "")
+
+
+def _writer(process: int | None = None) -> str:
+    """The process of this machine that writes a temporary file, in its name."""
+    machine = sha256(node().encode()).hexdigest()[:8]
+    return f"{machine}-{os.getpid() if process is None else process}"
+
+
+def _temporary(target: Path) -> list[Path]:
+    return list(target.parent.glob(f"{escape(_prefix(target))}*{escape(_ending(target))}"))
+
+
+def _remove_orphans(target: Path) -> None:
+    """Remove what processes of this machine left that no longer run."""
+    for partial in _temporary(target):
+        machine, process, *_ = [*partial.name.removeprefix(_prefix(target)).split("-"), ""]
+        here = process.isdecimal() and f"{machine}-{process}" == _writer(int(process))
+        if here and not _runs(int(process)):
+            _remove(partial)
+
+
+def _runs(process: int) -> bool:
+    if os.name != "posix":  # where there is no way to ask
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # of another user
+        return True
+    return True
+
+
+def _remove(partial: Path) -> None:
+    if partial.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
         partial.unlink(missing_ok=True)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what any process left that was killed while writing; for a file of a single writer."""
+    for partial in _temporary(Path(os.path.realpath(target))):
+        _remove(partial)
 
 
 def write_text(target: Path, text: str) -> None:
@@ -77,16 +162,32 @@ def atomic_folder(
     """
     check_folder_writable(target, overwrite)
     target = target.resolve()
-    partial = target.with_name(f".{target.name}.{token_hex(8)}{_PARTIAL}")
+    _remove_orphans(target)
+    partial = target.with_name(f"{_prefix(target)}{_writer()}-{token_hex(8)}{_ending(target)}")
     try:
-        partial.mkdir()
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}") from None
-    try:
-        yield partial
-        _take_place(partial, target, replaced)
+        with _write_errors(target, partial):
+            # What replaces a folder is closed to others until it is complete.
+            partial.mkdir(0o700 if target.exists() else 0o777)
+            yield partial
+            _open_like(partial, target)
+            for file in (*partial.rglob("*"), partial):
+                _sync(file)
+            _take_place(partial, target, replaced)
+            _sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _open_like(new: Path, target: Path) -> None:
+    """Give files in a new folder the permissions of those they replace; else the umask decides."""
+    probe = new / token_hex(8)
+    probe.touch()
+    usual = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for file in new.rglob("*"):
+        if file.is_file():
+            before = target / file.relative_to(new)
+            file.chmod(before.stat().st_mode & 0o777 if before.is_file() else usual)
 
 
 def _take_place(new: Path, target: Path, replaced: Callable[[str], bool]) -> None:
@@ -109,6 +210,8 @@ def _take_place(new: Path, target: Path, replaced: Callable[[str], bool]) -> Non
 
 def check_folder_writable(target: Path, overwrite: bool) -> None:
     """Refuse a folder that cannot be written, before the work whose result it is to hold."""
+    with _write_errors(target, target):
+        target.exists()
     if not target.resolve().parent.is_dir():
         raise InputError(f"cannot write {target}: the folder {target.parent} does not exist")
     if target.exists() and not target.is_dir():
@@ -119,8 +222,12 @@ def check_folder_writable(target: Path, overwrite: bool) -> None:
 
 def check_writable(target: Path, overwrite: bool) -> None:
     """Refuse a file that cannot be written, before the work whose result it is to hold."""
-    if not target.parent.is_dir():
-        raise InputError(f"cannot write {target}: the folder {target.parent} does not exist")
+    with _write_errors(target, target):
+        target.exists()  # which fails for a name that is too long
+    parent = Path(os.path.realpath(target)).parent
+    if not parent.is_dir():
+        shown = parent if target.is_symlink() else target.parent
+        raise InputError(f"cannot write {target}: the folder {shown} does not exist")
     if target.is_dir():
         raise InputError(f"cannot write {target}: it is a folder, give a file name")
     if target.exists() and not overwrite:

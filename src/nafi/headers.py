@@ -26,9 +26,11 @@ _ALIGNED = 8
 _TYPES = {
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{f"F8_{kind}": f"float8_{kind.lower()}" for kind in ("E4M3", "E5M2", "E8M0")},
     "BF16": "bfloat16",
-    "U8": "uint8",
     "BOOL": "bool",
+    "C64": "complex64",
 }
 
 

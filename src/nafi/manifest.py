@@ -7,7 +7,8 @@ declared with, or a `ValueError` that names the field: files come from strangers
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from sys import float_info
@@ -78,6 +79,15 @@ class Manifest:
                 raise ValueError(f"{name}: found {_show(value)}, expected {expected}")
         return cls(**values)
 
+    @property
+    def input_bytes(self) -> int:
+        """The memory that the example inputs take."""
+        return sum(prod(sizes) * getattr(torch, kind).itemsize for sizes, kind in self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[list[int], str]]:
+        inputs = self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs or ()
+        return (each for each in inputs if each is not None and not isinstance(each, bool))
+
     def example_inputs(self) -> tuple[Any, ...] | dict[str, Any] | None:
         """Zeros of the shapes that were saved."""
         if self.inputs is None:
@@ -103,6 +113,11 @@ def _show(value: Any) -> str:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def is_function_name(value: Any) -> bool:
+    """Whether this could name a function: package.module:function."""
+    return isinstance(value, str) and re.fullmatch(r"[\w.-]{1,200}:\w{1,200}", value) is not None
 
 
 def _is_bool(value: Any) -> bool:
@@ -175,7 +190,7 @@ def _is_dtype(name: str) -> bool:
 
 # Every field of `Manifest`: its check, and what it should be.
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "factory": (_is_text, "text"),
+    "factory": (is_function_name, "package.module:function"),
     "widths": (_is_object_of(_is_whole), "a whole number for each group"),
     "spec": (_is_object, "a JSON object"),
     "folded": (_is_bool, "true or false"),

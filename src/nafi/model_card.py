@@ -32,12 +32,14 @@ class Origin:
     command: the command line that repeats it
     options: of the method, if others than the result's are to be shown
     filled_up: whether layers of a folder were made equally wide
+    factory: "package.module:function" that makes the network, if its configuration does not
     """
 
     parents: Sequence[str] = ()
     command: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     filled_up: bool = False
+    factory: str | None = None
 
 
 def model_card(result: FusionResult, target: Path, origin: Origin, hub: bool) -> str:
@@ -52,7 +54,7 @@ def model_card(result: FusionResult, target: Path, origin: Origin, hub: bool) ->
         *_section("Method", _method(facts, origin.options)),
         *_section("Widths", _widths(result) + _EQUALISED * origin.filled_up),
         *_section("Size", _size(facts.get("size"))),
-        *_section("Use", [_block("python", _loading(result, target, hub))]),
+        *_section("Use", [_block("python", _loading(result, target, origin.factory, hub))]),
         *_section("Repeat", [_block("sh", _visible(origin.command))] if origin.command else []),
     ]
     front = [_front_matter(origin.parents)] if hub else []
@@ -105,15 +107,23 @@ def _size(size: Mapping[str, Any] | None) -> list[str]:
     return [f"{size['params']:,.0f} parameters, {times}; {size['flops']:,.0f} multiply-adds."]
 
 
-def _loading(result: FusionResult, target: Path, hub: bool) -> str:
-    path = json.dumps(_visible(target.name))
-    own = f"import nafi\n\nmodel = nafi.load({path})"
+def load_call(path: str, factory: str | None) -> str:
+    """How to load a network in Python.
+
+    >>> load_call("g.safetensors", "mine:network")
+    'nafi.load("g.safetensors", "mine:network")'
+    """
+    return f"nafi.load({', '.join(json.dumps(_visible(x)) for x in (path, factory) if x)})"
+
+
+def _loading(result: FusionResult, target: Path, factory: str | None, hub: bool) -> str:
+    path, call = json.dumps(_visible(target.name)), load_call(target.name, factory)
     if not hub:
-        return own
+        return f"import nafi\n\nmodel = {call}"
     kind = type(result.model).__name__
     return (
         f"from transformers import {kind}\n\nmodel = {kind}.from_pretrained({path})\n"
-        f"# or: import nafi; model = nafi.load({path})"
+        f"# or: import nafi; model = {call}"
     )
 
 

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from nafi.checkpoints import read
-from nafi.errors import InputError, require
+from nafi.errors import InputError, NafiError, require
 from nafi.factories import call_function, load_function
 from nafi.fusion import PROBE_LIMIT, FusionWarning
 from nafi.graph import Inputs
 from nafi.tensor_files import read_shapes
+from nafi.trust import UNTRUSTED, Trust
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,11 +34,11 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _EIGHT_BITS = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"}
 
 
-def load_probe(source: str, example_inputs: Inputs) -> Any:
+def load_probe(source: str, example_inputs: Inputs, trust: Trust = UNTRUSTED) -> Any:
     """Inputs from a safetensors or .npy file, a folder of images, or a function.
 
     A file with several tensors gives the network's arguments by their names. Images are resized to
-    the example input, and their pixels go from 0 to 1.
+    the example input, and their pixels go from 0 to 1. trust: how much memory a file may take
     """
     path = Path(source)
     if path.is_dir():
@@ -44,7 +46,7 @@ def load_probe(source: str, example_inputs: Inputs) -> Any:
             example_inputs = list(example_inputs.values())
         return _read_images(path, example_inputs)
     if path.is_file():
-        return _read_array(path) if path.suffix == ".npy" else _read_tensors(path)
+        return _read_array(path, trust) if path.suffix == ".npy" else _read_tensors(path, trust)
     if ":" in source:
         return call_function(load_function(source, "probe")[0], source)
     raise _missing(source)
@@ -74,27 +76,32 @@ def _missing(source: str) -> InputError:
     )
 
 
-def _read_tensors(path: Path) -> Any:
-    tensors, _ = read(path)
+def _read_tensors(path: Path, trust: Trust) -> Any:
+    tensors, _ = read(path, trust=trust)
     return next(iter(tensors.values())) if len(tensors) == 1 else tensors
 
 
-def _read_array(path: Path) -> Tensor:
+def _read_array(path: Path, trust: Trust) -> Tensor:
     with _array_errors(path):
-        return torch.from_numpy(np.array(_mapped(path)[:PROBE_LIMIT]))
+        used = _mapped(path)[:PROBE_LIMIT]
+        trust.check_bytes(used.nbytes, f"probe: {path}")
+        return torch.from_numpy(np.array(used))
 
 
-def _mapped(path: Path) -> Any:
+def _mapped(path: Path) -> npt.NDArray[Any]:
     with _array_errors(path):
         # Mapped, so that a header that promises more than there is allocates nothing.
-        return np.load(path, allow_pickle=False, mmap_mode="r")
+        array = np.load(path, allow_pickle=False, mmap_mode="r")
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it holds several arrays, as numpy.savez writes them")
+        return array
 
 
 @contextmanager
 def _array_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except InputError:
+    except NafiError:
         raise
     except Exception as error:  # whatever numpy finds wrong with the file
         raise InputError(

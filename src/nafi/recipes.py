@@ -1,7 +1,7 @@
 """Recipes: what `nafi fuse` is told, as TOML, and in the files that it writes.
 
 Hides: TOML, and where in a file its recipe stands. Promises: a recipe that is written reads back as
-it was; a recipe from a file is text for people and is never run by itself.
+it was; a recipe that comes out of a file says so, and so does one that lies in a folder.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from nafi.headers import add_note, read_header
 
 _NOTE = "nafi-recipe"
 _IN_FOLDER = "nafi-recipe.toml"
+_ORIGIN = "taken_from"  # the file that a recipe was taken from
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The content of a TOML file."""
+def read_recipe(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The content of a TOML file, and the file that it was taken from, if it was."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        recipe = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not TOML: {error}") from None
+    lies_in_folder = str(path) if path.name == _IN_FOLDER else None
+    return recipe, recipe.pop(_ORIGIN, lies_in_folder)
 
 
 def write_toml(recipe: Mapping[str, Any]) -> str:
@@ -58,8 +61,14 @@ def store_recipe(output: Path, recipe: Mapping[str, Any]) -> None:
         partial.write_text(write_toml(recipe), encoding="utf-8")
 
 
+def extracted_recipe(output: Path) -> dict[str, Any]:
+    """The recipe that made an output, as plain data, with a mark of where it comes from."""
+    made = stored_recipe(output)
+    return {_ORIGIN: str(output), **{key: made[key] for key in made if key != _ORIGIN}}
+
+
 def stored_recipe(output: Path) -> dict[str, Any]:
-    """The recipe that made an output, as plain data."""
+    """The same without the mark."""
     if output.is_dir():
         text = None
         if (output / _IN_FOLDER).is_file():

@@ -22,6 +22,7 @@ from torch import Tensor
 from nafi.errors import CheckpointError, InputError, unlike
 from nafi.files import atomic_path
 from nafi.fusion import SCALES, HeadStatistics, LastLayer, are_sums
+from nafi.trust import Trust
 from nafi.version import __version__
 
 _KEY = "nafi-statistics"
@@ -49,12 +50,16 @@ def save_statistics(
         save_file(tensors, partial, metadata={_KEY: json.dumps(fields)})
 
 
-def load_statistics(path: str | Path) -> HeadStatistics:
-    """The sums of a client, checked as far as can be without its network."""
+def load_statistics(path: str | Path, *, max_bytes: int | None = None) -> HeadStatistics:
+    """The sums of a client, checked as far as can be without its network.
+
+    max_bytes: refuse a file that would take more memory; by default half of the machine's
+    """
     file = Path(path)
     if not file.is_file():
         kind = "is a folder" if file.is_dir() else "does not exist"
         raise CheckpointError(f"{file} {kind}; expected a file of nafi statistics")
+    Trust.of(None, max_bytes).check_bytes(file.stat().st_size, str(file))
     try:
         with safe_open(file, framework="pt") as handle:
             metadata = handle.metadata() or {}

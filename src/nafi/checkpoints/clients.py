@@ -29,7 +29,8 @@ from nafi.huggingface import (
     unlike_companions,
 )
 from nafi.manifest import Manifest
-from nafi.tensor_files import read_shapes
+from nafi.tensor_files import Reader, read_shapes, read_tensors, tensor_bytes
+from nafi.trust import UNTRUSTED, Trust
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,17 +59,19 @@ def load_clients(
     factory: str | None,
     shapes: Sequence[str] = (),
     strip_prefix: str | None = None,
+    trust: Trust = UNTRUSTED,
 ) -> ClientFiles:
     """Read the checkpoints of clients, each at its own widths.
 
-    factory: "package.module:function"; if None, the one that the files name
+    factory: "package.module:function"; if None, the one that the files name, if it is trusted
     shapes: of the inputs, without the batch, like "3,32,32"; if empty, from a function
         example_inputs() beside the factory, or from the files
     strip_prefix: what stands before the names of tensors in the files; guessed if None
+    trust: what the files may do, together
     """
-    files = [read(path) for path in paths]
+    files = _read_all(paths, read_tensors, trust)
     manifests = [manifest for _, manifest in files]
-    factory = _factory(factory, paths, manifests)
+    factory = _factory(factory, paths, manifests, trust)
     folders = [Path(path) for path in paths if Path(path).is_dir()]
     difference = unlike_companions(folders)
     if difference:
@@ -78,7 +81,7 @@ def load_clients(
         models = [
             fill_network(manifest.config or {}, state, str(path))
             if Path(path).is_dir()
-            else from_config(state, manifest, str(path))
+            else from_config(state, manifest, str(path), trust)
             for path, (state, manifest) in zip(paths, files, strict=True)
         ]
         inputs: Inputs = resolve_inputs(shapes, lambda: make_inputs(models[0]))
@@ -116,15 +119,16 @@ def outline_clients(
     factory: str | None,
     shapes: Sequence[str] = (),
     strip_prefix: str | None = None,
+    trust: Trust = UNTRUSTED,
 ) -> ClientOutlines:
     """What `load_clients` would read, without the numbers of any checkpoint."""
-    files = [read(path, read_shapes) for path in paths]
+    files = _read_all(paths, read_shapes, trust)
     manifests = [manifest for _, manifest in files]
-    factory = _factory(factory, paths, manifests)
+    factory = _factory(factory, paths, manifests, trust)
     if factory is None:
         state, manifest = files[0]
         numbers = sum(tensor.numel() for tensor in state.values())
-        network = make_network(manifest.config or {}, str(paths[0]), numbers)
+        network = make_network(manifest.config or {}, str(paths[0]), numbers, trust)
         inputs: Inputs = resolve_inputs(shapes, lambda: make_inputs(network))
     else:
         network = unwrapped(load_factory(factory)[0])
@@ -141,11 +145,24 @@ def outline_clients(
     return ClientOutlines(network, like_weights(inputs, network), outlines)
 
 
+def _read_all(
+    paths: Sequence[str | Path], reader: Reader, trust: Trust
+) -> list[tuple[dict[str, Tensor], Manifest]]:
+    """What is in each of some files, which have one limit of memory together."""
+    files = []
+    for path in paths:
+        state, manifest = read(path, reader, trust)
+        trust = trust.after(tensor_bytes(state.values()))
+        files.append((state, manifest))
+    return files
+
+
 def _factory(
-    given: str | None, paths: Sequence[str | Path], manifests: Sequence[Manifest]
+    factory: str | None, paths: Sequence[str | Path], manifests: Sequence[Manifest], trust: Trust
 ) -> str | None:
     """What makes the network of all files; None if the configuration of each does."""
-    factory = given or next((m.factory for m in manifests if m.factory), None)
+    if factory is None:
+        factory = trust.factory({str(p): m.factory for p, m in zip(paths, manifests, strict=True)})
     for path, manifest in zip(paths, manifests, strict=True):
         if manifest.members is not None:
             raise InputError(f"{path} is several networks side by side; fuse its clients instead")

@@ -31,8 +31,9 @@ from nafi.graph import (
     unwrapped,
 )
 from nafi.huggingface import config_of, is_filled_up, is_pretrained, save_folder
-from nafi.manifest import Described, Manifest
+from nafi.manifest import Described, Manifest, is_function_name
 from nafi.model_card import Origin, model_card
+from nafi.trust import UNTRUSTED, Trust
 
 
 def save(
@@ -53,7 +54,7 @@ def save(
     A network of transformers becomes a Hugging Face folder, which is always verified, unless the
     path ends in .safetensors; its configuration then stands for a factory.
 
-    factory: "package.module:function" that makes the network; if None, `load` must be given one
+    factory: "package.module:function" that makes the network; what `load` is to be given
     class_counts: (K,) samples per class, sample_count: all samples; `nafi fuse` reads them
     verify: inputs on which the network must do the same once it is read again, before the file
         takes its name; else nothing is written
@@ -77,7 +78,7 @@ def save(
         raise InputError(f"{target}: files_from and card are for Hugging Face folders")
     if target.exists() and not overwrite:
         raise InputError(f"{target} exists already; choose another name, or overwrite it")
-    if factory is not None and (not isinstance(factory, str) or ":" not in factory):
+    if factory is not None and not is_function_name(factory):
         raise InputError(f"factory: found {factory!r}, expected 'package.module:function'")
     counts = None if class_counts is None else _check_counts(class_counts, "class_counts")
     count = None if sample_count is None else _check_counts([sample_count], "sample_count")[0]
@@ -100,7 +101,7 @@ def save(
     with atomic_path(target) as partial:
         save_file(state, partial, metadata={KEY: manifest.to_json()})
         if verify is not None:
-            check_written(partial, target, load, network, verify)
+            check_written(partial, target, lambda file: load(file, factory), network, verify)
 
 
 def _save_folder(
@@ -173,13 +174,18 @@ def _describe_members(network: EnsembleNetwork, bodies: Sequence[Body]) -> list[
 
 
 def save_changed(
-    source: str | Path, model: nn.Module, target: str | Path, *, overwrite: bool = False
+    source: str | Path,
+    model: nn.Module,
+    target: str | Path,
+    *,
+    overwrite: bool = False,
+    trust: Trust = UNTRUSTED,
 ) -> None:
     """Write the network of a checkpoint with other weights, and all else that its file says."""
     if Path(source).is_dir():
         save(model, target, overwrite=overwrite)
         return
-    state, manifest = read(source)
+    state, manifest = read(source, trust=trust)
     path = Path(target)
     if path.exists() and not overwrite:
         raise InputError(f"{path} exists already; choose another name, or overwrite it")

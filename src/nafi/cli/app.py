@@ -6,6 +6,7 @@ result; everything else goes to standard error.
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 import time
@@ -27,6 +28,7 @@ from rich.progress import (
 )
 
 from nafi.errors import EXTRAS, NafiError, install_hint
+from nafi.files import DISK_ERRORS
 from nafi.version import __version__
 
 app = typer.Typer(
@@ -42,6 +44,13 @@ INPUT_SHAPE = typer.Option(
     "write a function example_inputs() beside the factory.",
 )
 AS_JSON = typer.Option("--json", help="Print JSON instead of a table.")
+TRUST_FACTORY = typer.Option(
+    metavar="MODULE:FUNCTION",
+    help="Run this function if a file names it. Otherwise no file chooses code.",
+)
+MAX_BYTES = typer.Option(
+    min=1, help="Most memory that files may take. Default: half of the machine's."
+)
 
 
 def main() -> None:
@@ -50,6 +59,11 @@ def main() -> None:
         app(prog_name="nafi")
     except NafiError as error:
         tell(str(error))
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (*DISK_ERRORS, errno.ENAMETOOLONG):
+            raise
+        tell(": ".join(str(part)[:80] for part in (error.filename, error.strerror) if part))
         sys.exit(2)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]

@@ -13,6 +13,8 @@ from rich.console import Console
 from nafi.cli.app import (
     AS_JSON,
     INPUT_SHAPE,
+    MAX_BYTES,
+    TRUST_FACTORY,
     app,
     command_line,
     print_warnings,
@@ -31,6 +33,7 @@ from nafi.cli.outputs import (
 )
 from nafi.cli.recipe import RecipeCommand, effective_recipe, read_word
 from nafi.errors import InputError, require
+from nafi.trust import Trust
 
 if TYPE_CHECKING:
     from nafi.checkpoints import ClientFiles
@@ -56,7 +59,7 @@ def fuse(
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="package.module:factory; not needed if the checkpoints say it."),
+        typer.Option(help="package.module:factory; not needed for Hugging Face folders."),
     ] = None,
     method: Annotated[str, typer.Option(help="A method of `nafi methods`.")] = "nafi",
     penalty: Annotated[
@@ -148,6 +151,8 @@ def fuse(
             "checkpoints. Default: guessed, and said.",
         ),
     ] = None,
+    trust_factory: Annotated[list[str] | None, TRUST_FACTORY] = None,
+    max_bytes: Annotated[int | None, MAX_BYTES] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="nafi, pfnm, rebasin: the order of the models.")
     ] = None,
@@ -173,6 +178,7 @@ def fuse(
         from nafi.model_card import Origin
         from nafi.recipes import store_recipe
 
+    trust = Trust(tuple(trust_factory or ()), max_bytes)
     check_inputs(checkpoints)
     as_folder = is_folder_output(out, checkpoints)
     # A dry run writes nothing, so that nothing is in its way.
@@ -218,7 +224,7 @@ def fuse(
         raise InputError("--dry-run says what one fusion would do: leave out --frontier")
     if only_plan:
         with print_warnings(), waiting("reading headers", as_json):
-            outlines = outline_clients(checkpoints, model, input_shape or [], strip_prefix)
+            outlines = outline_clients(checkpoints, model, input_shape or [], strip_prefix, trust)
             if as_folder:
                 chosen, _ = keep_to_fields(chosen, outlines)
         names = [str(path) for path in checkpoints]
@@ -226,8 +232,8 @@ def fuse(
         return
     scoring = None if validate is None else _scoring(validate)
     with print_warnings(), waiting("reading checkpoints", as_json):
-        files = load_clients(checkpoints, model, input_shape or [], strip_prefix)
-        inputs = _inputs("auto" if unnamed else probe, files)
+        files = load_clients(checkpoints, model, input_shape or [], strip_prefix, trust)
+        inputs = _inputs("auto" if unnamed else probe, files, trust)
         spec = None
         if as_folder:
             chosen, spec = keep_to_fields(chosen, files)
@@ -256,17 +262,18 @@ def fuse(
             common |= {"distill": distill, "spec": spec}
             result = fuse_models(files.models, files.example_inputs, chosen, **common, **used)
     if require_better and result.scores is not None and not result.scores.better:
-        _tell(result, None, None, as_json, points)
+        _tell(result, None, None, None, as_json, points)
         tell("nothing is written: the result scores below a checkpoint (--require-better)")
         raise typer.Exit(3)
     if unnamed and result.diagnostics["probe"] == "noise":
         tell(_MADE_UP)
-    origin = Origin([str(path) for path in checkpoints], command_line(), settings)
+    names = [str(path) for path in checkpoints]
+    origin = Origin(names, command_line(), settings, factory=files.factory)
     _save(result, out, files, known | used, origin, overwrite=force)
     store_recipe(out, effective_recipe(ctx, out))
     if report is not None:
         _write_page(result, out, report, points)
-    _tell(result, out, report, as_json, points)
+    _tell(result, out, files.factory, report, as_json, points)
 
 
 def _calibrated(batchnorm: str | None, probe: str | None) -> dict[str, Any]:
@@ -303,12 +310,12 @@ def _scoring(name: str) -> Validate:
     return lambda model: call_function(function, name, model)
 
 
-def _inputs(probe: str | None, files: ClientFiles) -> Any:
+def _inputs(probe: str | None, files: ClientFiles, trust: Trust) -> Any:
     """A probe as `nafi.fuse` takes it."""
     from nafi.probes import load_probe
 
     made = probe in (None, "auto", "noise", "synthetic")
-    return probe if made else load_probe(str(probe), files.example_inputs)
+    return probe if made else load_probe(str(probe), files.example_inputs, trust)
 
 
 def _save(
@@ -418,6 +425,7 @@ def _size(result: FusionResult) -> str:
 def _tell(
     result: FusionResult,
     out: Path | None,
+    factory: str | None,
     report: Path | None,
     as_json: bool,
     points: list[dict[str, Any]],
@@ -427,6 +435,7 @@ def _tell(
         typer.echo(json.dumps(_as_data(result, out) | {"frontier": points}))
         return
     from nafi.fusion import verdict
+    from nafi.model_card import load_call
     from nafi.reports import fits_table, frontier_table, fusion_table, judgement_table
 
     rows, seconds, title = result.summary(), result.diagnostics["seconds"], _title(result)
@@ -440,7 +449,7 @@ def _tell(
         console.print(judgement_table(result.scores.to_dict()))
     if points:
         console.print(frontier_table(points))
-    written = f': nafi.load("{out}")' if out is not None else ""
+    written = f": {load_call(str(out), factory)}" if out is not None else ""
     lines = [f"{title} in {seconds:.1f} s{written}", _size(result)]
     if out is not None:
         lines.append(f"Its card is in {card_of(out)}")

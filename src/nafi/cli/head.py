@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nafi.cli.app import AS_JSON, app, print_warnings, waiting
+from nafi.cli.app import AS_JSON, MAX_BYTES, TRUST_FACTORY, app, print_warnings, waiting
 from nafi.errors import InputError
 from nafi.reports import terminal_table
+from nafi.trust import Trust
 
 if TYPE_CHECKING:
     from nafi.fusion import HeadFit, HeadStatistics
 
-_MODEL = typer.Option(help="package.module:factory; not needed if the checkpoint says it.")
+_MODEL = typer.Option(help="package.module:factory; not needed for a Hugging Face folder.")
 _FORCE = typer.Option("--force", help="Overwrite an existing file.")
 
 
@@ -35,6 +36,8 @@ def statistics(
     ],
     out: Annotated[Path, typer.Option(help="The file to write, .stats.")],
     model: Annotated[str | None, _MODEL] = None,
+    trust_factory: Annotated[str | None, TRUST_FACTORY] = None,
+    max_bytes: Annotated[int | None, MAX_BYTES] = None,
     as_json: Annotated[bool, AS_JSON] = False,
     force: Annotated[bool, _FORCE] = False,
 ) -> None:
@@ -47,7 +50,7 @@ def statistics(
 
     _check_name(out, ".stats")
     check_writable(out, force)
-    network = load(checkpoint, model)
+    network = load(checkpoint, model, trust_factory=trust_factory, max_bytes=max_bytes)
     with print_warnings(), waiting("summing up your data", as_json):
         sums = sum_up(network, _batches(data))
     save_statistics(sums, out, overwrite=force)
@@ -70,6 +73,8 @@ def head(
     files: Annotated[list[Path], typer.Argument(help="Files of `nafi statistics`, all clients'.")],
     out: Annotated[Path, typer.Option(help="The file to write, .safetensors.")],
     model: Annotated[str | None, _MODEL] = None,
+    trust_factory: Annotated[str | None, TRUST_FACTORY] = None,
+    max_bytes: Annotated[int | None, MAX_BYTES] = None,
     as_json: Annotated[bool, AS_JSON] = False,
     force: Annotated[bool, _FORCE] = False,
 ) -> None:
@@ -84,20 +89,26 @@ def head(
     if out.resolve() in [path.resolve() for path in [checkpoint, *files]]:
         raise InputError(f"--out: {out} is one of the files to read; give another name")
     check_writable(out, force)
-    network = load(checkpoint, model)
-    clients = [(path, load_statistics(path)) for path in files]
+    network = load(checkpoint, model, trust_factory=trust_factory, max_bytes=max_bytes)
+    clients = [(path, load_statistics(path, max_bytes=max_bytes)) for path in files]
     _check_same_network(clients)
     sums = [each for _, each in clients]
     with print_warnings(), waiting("solving the last layer", as_json):
         solved = solve_head(network, sums)
         fit = fit_head(add_statistics(sums))
-    save_changed(checkpoint, solved, out, overwrite=force)
-    _tell(clients, fit, out, as_json)
+    save_changed(checkpoint, solved, out, overwrite=force, trust=Trust(max_bytes=max_bytes))
+    _tell(clients, fit, out, model or trust_factory, as_json)
 
 
 def _tell(
-    clients: list[tuple[Path, HeadStatistics]], fit: HeadFit, out: Path, as_json: bool
+    clients: list[tuple[Path, HeadStatistics]],
+    fit: HeadFit,
+    out: Path,
+    factory: str | None,
+    as_json: bool,
 ) -> None:
+    from nafi.model_card import load_call
+
     weight = _weights(clients[0][1])
     if as_json:
         facts = {"weight": weight, "samples": fit.samples, "ridge": fit.ridge, "scale": fit.scale}
@@ -107,7 +118,7 @@ def _tell(
     console = Console()
     console.print(_table(clients, f"{weight} solved from {fit.samples} samples"))
     console.print(
-        f'ridge {fit.ridge:.1g}, scale {fit.scale:.2g}: nafi.load("{out}")',
+        f"ridge {fit.ridge:.1g}, scale {fit.scale:.2g}: {load_call(str(out), factory)}",
         soft_wrap=True,
         markup=False,
     )
@@ -146,12 +157,8 @@ def _check_name(out: Path, suffix: str) -> None:
 
 def _batches(name: str) -> Iterator[Any]:
     """What the user's function gives."""
-    from nafi.factories import call_function, load_function
+    from nafi.factories import call_function, load_function, user_code
 
     batches = call_function(load_function(name, "function")[0], name)
-    try:
+    with user_code(f"{name} gives no batches (inputs, labels)"):
         yield from batches
-    except Exception as error:
-        raise InputError(
-            f"{name} gives no batches (inputs, labels): {type(error).__name__}: {error}"
-        ) from error

@@ -10,8 +10,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from nafi.cli.app import AS_JSON, INPUT_SHAPE, app, print_warnings, waiting
+from nafi.cli.app import (
+    AS_JSON,
+    INPUT_SHAPE,
+    MAX_BYTES,
+    TRUST_FACTORY,
+    app,
+    print_warnings,
+    waiting,
+)
 from nafi.errors import InputError
+from nafi.trust import Trust
 
 
 @app.command()
@@ -19,14 +28,15 @@ def inspect(
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="A checkpoint or a Hugging Face folder, instead of --model if it says what makes "
-            "its network."
+            help="A checkpoint, with --model, or a Hugging Face folder, which needs none."
         ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="package.module:factory, called without arguments.")
     ] = None,
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
+    trust_factory: Annotated[str | None, TRUST_FACTORY] = None,
+    max_bytes: Annotated[int | None, MAX_BYTES] = None,
     recipe: Annotated[
         bool,
         typer.Option("--recipe", help="Print the recipe that made FILE, for `nafi fuse`."),
@@ -42,7 +52,8 @@ def inspect(
         from nafi.graph import groups
 
     with print_warnings():
-        network, inputs = _network(file, model, input_shape or [])
+        trust = Trust.of(trust_factory, max_bytes)
+        network, inputs = _network(file, model, input_shape or [], trust)
     with print_warnings(), waiting("finding the neuron groups", as_json):
         spec = groups(network, inputs)
     coverage = spec.coverage(network.state_dict())
@@ -55,14 +66,16 @@ def inspect(
     console.print(f"{coverage:.1%} of all parameters lie in tensors with groups and without gaps")
 
 
-def _network(file: Path | None, model: str | None, input_shape: Sequence[str]) -> tuple[Any, Any]:
+def _network(
+    file: Path | None, model: str | None, input_shape: Sequence[str], trust: Trust
+) -> tuple[Any, Any]:
     """The network of a checkpoint, at its widths, or of a factory; and its inputs."""
     from nafi.checkpoints import load_clients
     from nafi.factories import load_factory, resolve_inputs
     from nafi.graph import materialise
 
     if file is not None:
-        clients = load_clients([file], model, input_shape)
+        clients = load_clients([file], model, input_shape, trust=trust)
         return clients.network, clients.example_inputs
     if model is None:
         raise InputError("give --model package.module:factory, or a checkpoint")
@@ -73,10 +86,10 @@ def _network(file: Path | None, model: str | None, input_shape: Sequence[str]) -
 
 
 def _print_recipe(file: Path | None, model: str | None, as_json: bool) -> None:
-    """Print what made a file; it is text, and nothing that it names is imported."""
+    """Print what made a file, marked as its word; nothing that it names is imported."""
     if file is None or model is not None:
         raise InputError("to see what made a file, give the file and --recipe alone")
-    from nafi.recipes import stored_recipe, write_toml
+    from nafi.recipes import extracted_recipe, write_toml
 
-    made = stored_recipe(file)
+    made = extracted_recipe(file)
     typer.echo(json.dumps(made, default=str) if as_json else write_toml(made), nl=as_json)

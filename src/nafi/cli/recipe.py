@@ -2,13 +2,15 @@
 
 Hides: how keys of a file become options of the command. Promises: what is given on the command line
 comes before what the recipe says; a key that there is not is refused, with the one that was meant;
-paths in a recipe are relative to its folder.
+paths in a recipe are relative to its folder. A recipe that a user wrote is the user's word; one
+that was taken from a file chooses no code that the command line does not name.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,12 +20,13 @@ import click
 from click.core import ParameterSource
 from typer.core import TyperCommand
 
-from nafi.errors import InputError
+from nafi.errors import InputError, few
 
 _CHECKPOINTS, _OPTION = "checkpoints", "option"
 _PATHS = ("checkpoints", "out", "report", "class_counts")
 # What is about one run of the command, and not about its result.
-_OF_THE_RUN = ("as_json", "force", "only_plan", "help", "ctx")
+_OF_THE_RUN = ("as_json", "force", "only_plan", "help", "ctx", "trust_factory", "max_bytes")
+_CODE = ("model", "probe", "validate")  # which may name functions
 _PROBES = ("none", "noise", "synthetic")
 _JOINED = ("sample_counts",)  # lists that the command line takes as 1,2,3
 _EITHER = ("max_width",)  # a number, or a text such as 2.5x
@@ -46,7 +49,10 @@ class RecipeCommand(TyperCommand):
             return args
         if len(recipes) > 1:
             raise InputError(f"found the recipes {', '.join(recipes)}, expected one")
-        values = read_values(Path(recipes[0]), self.params)
+        values, origin = read_values(Path(recipes[0]), self.params)
+        if origin is not None:
+            others = {name: value for name, value in values.items() if given.get(name) is None}
+            _check_code(recipes[0], origin, others, given.get("trust_factory") or [])
         rest = list(args)
         rest.remove(recipes[0])
         checkpoints = values.pop(_CHECKPOINTS, [])
@@ -56,24 +62,42 @@ class RecipeCommand(TyperCommand):
         return rest
 
 
-def read_values(file: Path, params: Sequence[click.Parameter]) -> dict[str, Any]:
-    """Name -> value, as the command takes it, of everything that a recipe says."""
+def _check_code(
+    recipe: str, origin: str, values: Mapping[str, Any], trusted: Sequence[str]
+) -> None:
+    """Refuse functions that a recipe names which was taken from a file."""
+    named = [str(values[key]) for key in _CODE if ":" in str(values.get(key, ""))]
+    unknown = [name for name in dict.fromkeys(named) if name not in trusted]
+    if unknown:
+        options = shlex.join(part for name in unknown for part in ("--trust-factory", name))
+        raise InputError(
+            f"{recipe} was taken from {origin} and names {few(unknown)}, but no file may choose "
+            f"code; if you trust it, give {options}"
+        )
+
+
+def read_values(file: Path, params: Sequence[click.Parameter]) -> tuple[dict[str, Any], str | None]:
+    """Name -> value, as the command takes it, of everything that a recipe says.
+
+    Also the file that the recipe was taken from, or None if a user wrote it.
+    """
     from nafi.recipes import read_recipe
 
     known = {str(param.name): param for param in params if param.name not in _OF_THE_RUN}
     values = {}
-    for key, value in read_recipe(file).items():
+    recipe, origin = read_recipe(file)
+    for key, value in recipe.items():
         name = key.replace("-", "_")
         if name not in known:
             raise InputError(f"{file}: {_unknown(key, name, known)}")
         values[name] = _value(known[name], value, f"{file}: {key}")
         if name in _PATHS or (name == "probe" and _is_path(value)):
             values[name] = _moved(values[name], file.parent)
-    return values
+    return values, origin
 
 
 def _unknown(key: str, name: str, known: Mapping[str, click.Parameter]) -> str:
-    if name in ("json", "force", "dry_run"):
+    if name in ("json", "force", "dry_run", "trust_factory", "max_bytes"):
         return f"{key!r} belongs on the command line: --{key.replace('_', '-')}"
     close = get_close_matches(name, known, 1)
     meant = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

@@ -7,6 +7,7 @@ name is known and every method has as many candidates as the others may have.
 from __future__ import annotations
 
 import itertools
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -211,6 +212,17 @@ class Experiment(_Strict):
             if part.problems:
                 raise ValueError(f"problems.{name}: a problem has no problems of its own")
         return self
+
+    @field_validator("name", "profile", mode="after")
+    @classmethod
+    def _no_path(cls, name: str | None) -> str | None:
+        """Records are written to a file of this name."""
+        if name is not None and re.fullmatch(r"\w[\w.-]{0,99}", name) is None:
+            raise ValueError(
+                f"found {name[:60]!r}, expected at most 100 letters, digits, dots, hyphens and "
+                "underscores"
+            )
+        return name
 
     @field_validator("data", mode="before")
     @classmethod

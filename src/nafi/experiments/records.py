@@ -69,10 +69,16 @@ def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
 
 def append_record(file: Path, record: Record) -> None:
     """Write a record for good; the file is made with the first one."""
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
-        lines.flush()
-        os.fsync(lines.fileno())
+    try:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(record) + "\n")
+            lines.flush()
+            os.fsync(lines.fileno())
+    except OSError as error:
+        raise InputError(
+            f"cannot write {file}: {error.strerror}; the records before this one are in it: make "
+            "room, then --resume"
+        ) from None
 
 
 def read_records(file: Path) -> list[Record]:
@@ -94,24 +100,32 @@ def read_records(file: Path) -> list[Record]:
 
 
 def read_runs(path: Path) -> dict[str, list[Record]]:
-    """Experiment -> its records, from a file or from all files of a folder."""
+    """Experiment -> its records, from a file or from all files of a folder; each cell once."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files:
         raise InputError(f"{path} holds no .jsonl files; nafi run writes them")
-    runs: dict[str, list[Record]] = {}
+    runs: dict[str, dict[str, Record]] = {}
     for file in files:
         for record in read_records(file):
             if not isinstance(record, dict) or not isinstance(record.get("experiment"), str):
                 raise InputError(f"{file} does not hold run records")
-            runs.setdefault(record["experiment"], []).append(record)
+            cells = runs.setdefault(record["experiment"], {})
+            cells.setdefault(json.dumps([*_key(record), record.get("config")]), record)
     if not runs:
         raise InputError(f"{path} holds no records yet")
-    return runs
+    return {name: list(cells.values()) for name, cells in runs.items()}
+
+
+def _key(record: Record) -> Key:
+    """What cell a record is of; strangers' records may leave out any part of it."""
+    problem, trial, clients, hidden, method = (
+        record.get(name) for name in ("problem", "trial", "clients", "hidden", "method")
+    )
+    return problem, trial, clients, hidden, method
 
 
 def finished(experiment: Experiment, file: Path, resume: bool) -> dict[Key, Record]:
     """The records that need not be computed again; mends a file whose last line was cut off."""
-    _check_place(file)
     if not file.exists() or not file.stat().st_size:
         return {}
     if not resume:
@@ -128,12 +142,10 @@ def finished(experiment: Experiment, file: Path, resume: bool) -> dict[Key, Reco
     if text != file.read_text(encoding="utf-8"):
         with atomic_path(file) as partial:
             partial.write_text(text, encoding="utf-8")
-    return {
-        (r.get("problem"), r["trial"], r["clients"], r["hidden"], r["method"]): r for r in records
-    }
+    return {_key(record): record for record in records}
 
 
-def _check_place(file: Path) -> None:
+def check_place(file: Path) -> None:
     """Refuse a file that cannot be written before anything is trained for it."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

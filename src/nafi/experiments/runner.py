@@ -6,17 +6,13 @@ was stopped resumes where it was and gives the same records.
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nafi.errors import InputError, NafiError
 from nafi.experiments.cells import Cell, Key, cells
@@ -24,9 +20,10 @@ from nafi.experiments.clients import Recipe, population
 from nafi.experiments.config import Experiment
 from nafi.experiments.engine import try_candidates
 from nafi.experiments.entries import Record
-from nafi.experiments.records import append_record, finished, make_record
+from nafi.experiments.records import append_record, check_place, finished, make_record
 from nafi.federated import Progress
-from nafi.workers import begin_worker
+from nafi.locks import locked
+from nafi.workers import WorkerDiedError, Workers
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -43,6 +40,8 @@ def run_experiment(
 ) -> list[Record]:
     """Run all cells that `file` does not hold yet; the records of all of them.
 
+    A second run with the same file is refused while the first is at it.
+
     jobs: processes, each with one thread; 1 for this process alone
     resume: go on with an existing file; without it, an existing file is refused
     device: where clients train one after the other, like cpu, cuda or mps
@@ -50,7 +49,22 @@ def run_experiment(
     """
     if jobs < 1:
         raise InputError(f"jobs: found {jobs}, expected a whole number of at least 1")
-    done = finished(experiment, file, resume)
+    check_place(file)
+    with locked(file):
+        done = finished(experiment, file, resume)
+        _run(experiment, file, done, jobs, progress, device)
+    return [done[cell.key] for cell in cells(experiment)]
+
+
+def _run(
+    experiment: Experiment,
+    file: Path,
+    done: dict[Key, Record],
+    jobs: int,
+    progress: Progress,
+    device: str,
+) -> None:
+    """Add the records of all other cells to the file, and to those that are done."""
     todo = [cell for cell in cells(experiment) if cell.key not in done]
     _check_widths(todo, done)
     untrained = _untrained(todo)
@@ -75,7 +89,6 @@ def run_experiment(
                 append_record(file, record)
                 count += 1
                 progress(cell.label, count, total)
-    return [done[cell.key] for cell in cells(experiment)]
 
 
 def run_cell(cell: Cell, progress: Progress | None = None, device: str = "cpu") -> Record:
@@ -116,54 +129,40 @@ def _train(recipe: Recipe, device: str) -> None:
     population(recipe, device=device)
 
 
+# Worker processes that call functions: (function, argument) in, what it returns out.
+_Callers = Workers[tuple[Callable[[Any], Any], Any], Any]
+
+
 def _each(
-    work: Callable[[_Item], _Result], items: Sequence[_Item], pool: ProcessPoolExecutor | None
+    work: Callable[[_Item], _Result], items: Sequence[_Item], pool: _Callers | None
 ) -> Iterator[tuple[_Item, _Result]]:
     """Each item with its result, as they come; in this process, or in those of a pool."""
     if pool is None:
         for item in items:
             yield item, work(item)
         return
-    running = {_submit(pool, work, item): item for item in items}
-    for future in as_completed(running):
-        yield running[future], future.result()
+    for place, result in pool.completed((work, item) for item in items):
+        if isinstance(result, WorkerDiedError):
+            raise NafiError(
+                "a worker process died, perhaps for want of memory; what was finished is kept: "
+                "resume with fewer --jobs"
+            ) from result
+        if isinstance(result, Exception):
+            raise result
+        yield items[place], result
 
 
-def _submit(
-    pool: ProcessPoolExecutor, work: Callable[[_Item], _Result], item: _Item
-) -> Future[_Result]:
-    """Submit work; a process that is started for it never hears of Ctrl-C.
-
-    Ctrl-C goes to all processes of a terminal, and the first one ends the others.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return pool.submit(work, item)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _called(call: tuple[Callable[[_Item], _Result], _Item]) -> _Result:
+    work, item = call
+    return work(item)
 
 
 @contextmanager
-def _workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
+def _workers(jobs: int) -> Iterator[_Callers | None]:
     """Worker processes, if there is more than one job; work under way is dropped on an error."""
     if jobs == 1:
         yield None
         return
-    others = set(multiprocessing.active_children())
-    # Fresh processes: forked ones would inherit the state of torch's threads.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=begin_worker)
-    try:
+    pool: _Callers = Workers(jobs, _called)
+    with pool:
         yield pool
-    except BaseException as error:
-        # The pool itself would wait until every worker has finished its cell.
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.kill()
-        if isinstance(error, BrokenProcessPool):
-            raise NafiError(
-                "a worker process died, perhaps for want of memory; what was finished is kept: "
-                "resume with fewer --jobs"
-            ) from error
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from nafi.errors import CheckpointError, few, unlike
-from nafi.tensor_files import Reader, read_tensors
+from nafi.tensor_files import Reader, read_tensors, tensor_bytes
+from nafi.trust import UNTRUSTED, Trust
 
 CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
@@ -64,10 +65,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_object(folder / CONFIG)
 
 
-def read_weights(folder: Path, reader: Reader = read_tensors) -> dict[str, Tensor]:
+def read_weights(
+    folder: Path, reader: Reader = read_tensors, trust: Trust = UNTRUSTED
+) -> dict[str, Tensor]:
     """The tensors of a folder, from one file or from several that an index lists.
 
-    reader: of each file
+    reader: of each file; trust: how much memory they may take together
     """
     if (folder / _ADAPTER).exists() and not (folder / _WEIGHTS).exists():
         raise CheckpointError(
@@ -76,15 +79,15 @@ def read_weights(folder: Path, reader: Reader = read_tensors) -> dict[str, Tenso
         )
     for name in (_WEIGHTS, _TORCH_WEIGHTS):
         if (folder / name).is_file():
-            return reader(folder / name)[0]
+            return reader(folder / name, trust)[0]
         if name == _WEIGHTS and (folder / _INDEX).is_file():
-            return _read_shards(folder, reader)
+            return _read_shards(folder, reader, trust)
     raise CheckpointError(
         f"{folder} lacks {_WEIGHTS} and {_INDEX}; model.save_pretrained(...) writes them"
     )
 
 
-def _read_shards(folder: Path, reader: Reader) -> dict[str, Tensor]:
+def _read_shards(folder: Path, reader: Reader, trust: Trust) -> dict[str, Tensor]:
     index = folder / _INDEX
     places = _read_object(index).get("weight_map")
     if not isinstance(places, Mapping) or not places:
@@ -97,12 +100,13 @@ def _read_shards(folder: Path, reader: Reader) -> dict[str, Tensor]:
             raise CheckpointError(f"{index}: found {file[:60]!r}, expected .safetensors files")
     state: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
-        shard, _ = reader(folder / file)
+        shard, _ = reader(folder / file, trust)
         listed = {name: file for name, where in places.items() if where == file}
         difference = unlike(shard, listed)
         if difference:
             raise CheckpointError(f"{folder / file} {difference}, unlike what {index} says")
         state |= shard
+        trust = trust.after(tensor_bytes(shard.values()))
     return state
 
 

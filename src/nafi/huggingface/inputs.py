@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from nafi.errors import InputError
 from nafi.graph import call, evaluating, first_line
 
 _WORDS = 8  # of a text
+_PIXELS = 2**26  # at most, in all images of a batch
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions")
 _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 
@@ -77,5 +79,10 @@ def _pixels(config: Any, batch: int, generator: torch.Generator) -> Tensor:
     if isinstance(size, Mapping):
         size = (size["height"], size["width"])
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    channels = getattr(config, "num_channels", 3)
-    return torch.randn(batch, channels, int(height), int(width), generator=generator)
+    shape = (batch, getattr(config, "num_channels", 3), int(height), int(width))
+    if prod(shape) > _PIXELS:
+        raise InputError(
+            f"config.json asks for images of {' x '.join(map(str, shape[1:]))} numbers; write a "
+            "factory with a function example_inputs() beside it, and give --model"
+        )
+    return torch.randn(shape, generator=generator)

@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
 from nafi.errors import CheckpointError, few, require
 from nafi.graph import first_line
 from nafi.huggingface.folders import read_config, read_weights
+from nafi.trust import UNTRUSTED, Trust
 
 # What a configuration may say that would choose code or fetch files: other implementations of
 # attention come from the hub, and so do backbones that are trained already.
@@ -50,6 +51,7 @@ _DROPPED = {
 # Sizes are used in loops before any weight can be seen, and every label gets a name; lengths of
 # inputs may be larger.
 _LARGEST, _LABELS, _LONGEST = 2**20, 2**16, 2**26
+_FLOAT = 4  # bytes of a number of a network that is made
 _LENGTHS = ("position", "length", "seq", "n_ctx", "theta", "base", "token", "window")
 
 
@@ -65,18 +67,21 @@ def is_pretrained(model: nn.Module) -> bool:
     )
 
 
-def load_folder(folder: Path) -> nn.Module:
+def load_folder(folder: Path, trust: Trust = UNTRUSTED) -> nn.Module:
     """The network of a folder, in eval mode and in the precision of its files."""
-    return fill_network(read_config(folder), read_weights(folder), str(folder))
+    return fill_network(read_config(folder), read_weights(folder, trust=trust), str(folder))
 
 
-def make_network(values: Mapping[str, Any], label: str, numbers: int) -> nn.Module:
+def make_network(
+    values: Mapping[str, Any], label: str, numbers: int, trust: Trust = UNTRUSTED
+) -> nn.Module:
     """A network with weights of no meaning.
 
     values: as config.json has them; numbers: in the file, whose network may be cut down
     """
     kind, config = _described(values, label)
-    _check_size(shapes_of(kind, config, label), 8 * numbers, label)
+    asked = _check_size(shapes_of(kind, config, label), 8 * numbers, label)
+    trust.check_bytes(asked, f"{label}: the network that its configuration describes", _FLOAT)
     with quiet(label, "its network cannot be made"):
         model: nn.Module = kind(config)
     return model.eval()
@@ -243,13 +248,14 @@ def _few_parts(limit: int) -> Iterator[None]:
             hook.remove()
 
 
-def _check_size(shapes: Mapping[str, torch.Size], numbers: int, label: str) -> None:
-    """Refuse, before memory is taken, networks much larger than their weights."""
+def _check_size(shapes: Mapping[str, torch.Size], numbers: int, label: str) -> int:
+    """Refuse, before memory is taken, networks much larger than their weights; their numbers."""
     asked = sum(shape.numel() for shape in shapes.values())
     if asked > 2 * numbers + 2**16:  # shared tensors count twice
         raise CheckpointError(
             f"{label}: config.json describes {asked:,} parameters, the weights have {numbers:,}"
         )
+    return asked
 
 
 @contextmanager
