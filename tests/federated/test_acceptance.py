@@ -10,6 +10,7 @@ import torch
 
 from nafi.errors import InputError
 from nafi.federated import Acceptance, Task, Trainer, Training, Update, UpdateError, make_strategy
+from nafi.federated.acceptance import MOST, MOST_SAMPLES
 from tests.federated.networks import CLASSES, normed, pictures, population, small
 
 RULES = Acceptance(classes=CLASSES)
@@ -118,3 +119,59 @@ def test_a_quorum_is_a_number_or_a_share() -> None:
     for quorum in (0, 8, 0.0, 1.5, -1):
         with pytest.raises(InputError, match="quorum"):
             Acceptance(quorum=quorum).needed(7)
+
+
+@pytest.mark.parametrize(
+    ("limits", "culprit"),
+    [
+        ({"max_bytes": 0}, "max_bytes: found 0"),
+        ({"max_bytes": 2.5}, r"max_bytes: found 2\.5"),
+        ({"classes": -1}, "classes: found -1"),
+        ({"classes": True}, "classes: found True"),
+        ({"max_norm": 0.0}, r"max_norm: found 0\.0"),
+        ({"max_norm": -1}, "max_norm: found -1"),
+        ({"max_norm": float("inf")}, "max_norm: found inf"),
+        ({"max_norm": float("nan")}, "max_norm: found nan"),
+        ({"max_norm": "much"}, "max_norm: found 'much'"),
+        ({"quorum": 1.5}, r"quorum: found 1\.5"),
+        ({"quorum": 0.0}, r"quorum: found 0\.0"),
+        ({"quorum": 0}, "quorum: found 0"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused_at_once(limits: Any, culprit: str) -> None:
+    with pytest.raises(InputError, match=culprit):
+        Acceptance(**limits)
+
+
+def test_the_smallest_limits_are_limits() -> None:
+    one = Acceptance(quorum=1, max_bytes=1, classes=1, max_norm=1e-9)
+    assert one.needed(5) == 1
+    assert Acceptance(max_norm=2).max_norm == 2
+
+
+def test_counts_are_taken_up_to_their_limit() -> None:
+    assert MOST_SAMPLES == 2**48
+    task, update, shapes = asked()
+    most = replace(update, samples=MOST_SAMPLES, class_counts=(MOST_SAMPLES, 0, 0))
+    RULES.check(most, "0", task, shapes)
+    one_more = replace(update, samples=MOST_SAMPLES + 1, class_counts=(MOST_SAMPLES + 1, 0, 0))
+    with pytest.raises(UpdateError, match="samples: found"):
+        RULES.check(one_more, "0", task, shapes)
+
+
+def test_weights_are_taken_up_to_their_limit_and_variances_up_to_its_square() -> None:
+    assert MOST == 1e9
+    strategy = make_strategy("fedavg", normed(), Training(epochs=1), rounds=1)
+    task = strategy.task(strategy.start(), "0")
+    update, _ = Trainer(strategy.architecture, {"0": pictures(10, 0)}, CLASSES)("0", task)
+    shapes = strategy.architecture.shapes(task.form)
+    for name, most in (("norm2.weight", MOST), ("norm2.running_var", MOST**2)):
+        RULES.check(
+            with_tensor(update, name, torch.full_like(update.tensors[name], most)),
+            "0",
+            task,
+            shapes,
+        )
+        beyond = torch.full_like(update.tensors[name], 1.001 * most)
+        with pytest.raises(UpdateError, match=f"{name} holds values beyond"):
+            RULES.check(with_tensor(update, name, beyond), "0", task, shapes)

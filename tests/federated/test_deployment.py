@@ -35,13 +35,12 @@ def test_a_deployment_comes_to_the_model_of_a_run_in_one_process(tmp_path: Path)
         told, _ = process.communicate(timeout=60)
     assert process.returncode == 0, told[-6000:]
     assert re.search(r"accuracy [\d.]+%.*the model is the one expected", told)
-    assert not list(running(str(tmp_path)))  # whatever others run on this machine
+    assert not list(started_under(tmp_path))
 
 
-def running(words: str) -> Iterator[str]:
-    """The processes, on Linux, that were started with these words."""
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended since
-            text = command.read_text(errors="replace")
-            if words in text:
-                yield text
+def started_under(folder: Path) -> Iterator[str]:
+    """The processes, on Linux, that have this folder for temporary files, or whose parents had."""
+    for surroundings in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended since, or is somebody else's
+            if f"TMPDIR={folder}\0".encode() in surroundings.read_bytes():
+                yield surroundings.with_name("cmdline").read_text(errors="replace")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
@@ -31,6 +31,7 @@ from nafi.federated.flower import (
     server_app,
 )
 from nafi.federated.messages import update_from, update_to
+from nafi.federated.post import Post
 from tests.federated.grids import Behaviour, LocalGrid, Node
 from tests.federated.networks import CLASSES, FEATURES, Small, population
 from tests.federated.test_simulation import OPTIONS, ROUNDS, made, work
@@ -223,26 +224,35 @@ def test_a_superlink_that_is_gone_ends_the_run(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flower tries to reach it for ever; errors of another kind it passes on."""
-    monkeypatch.setattr("nafi.federated.post._SUPERLINK_SECONDS", 0.3)
-    net, over = grid(), threading.Event()
+    net, hangs, over = grid(), threading.Event(), threading.Event()
     push = net.push_messages
+
+    def until_it_hangs(futures: Any, timeout: float) -> Any:
+        """Ten minutes pass at once, as soon as nothing will come any more."""
+        while not hangs.is_set() and not all(future.done() for future in futures):
+            wait(futures, 0.01)
+        return wait(futures, 0)
+
+    monkeypatch.setattr("nafi.federated.post.wait", until_it_hangs)
 
     def gone(messages: Any) -> list[str]:
         if messages[0].metadata.group_id == "3":
             if how == "an error":
                 raise httpx.ConnectError("certificate verify failed")
-            over.wait(60)
+            hangs.set()
+            over.wait(300)
         return push(messages)
 
     net.push_messages = gone  # type: ignore[method-assign]
     file = tmp_path / "run.safetensors"
     kind, told = {
         "an error": (httpx.ConnectError, "certificate"),
-        "silence": (NafiError, r"SuperLink has not answered for 0\.3 seconds"),
+        "silence": (NafiError, "SuperLink has not answered for 600 seconds"),
     }[how]
     with pytest.raises(kind, match=told):
         federation(made("fedavg"), checkpoint=file).start(net)
     over.set()
+    hangs.clear()
     flower = federation(made("fedavg"), checkpoint=file)
     flower.start(grid())
     assert_equal(flower.run.model.state_dict(), reference("fedavg"))
@@ -252,31 +262,35 @@ def test_replies_that_never_become_whole_do_not_hold_the_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two of them are given the time of one: all that is left is waited for at once, and once."""
-    monkeypatch.setattr("nafi.federated.post._GRACE", 0.3)
-    waits: list[tuple[int, float]] = []
+    monkeypatch.setattr("nafi.federated.post._GRACE", 1234.0)
+    net, over, stuck = grid(), threading.Event(), []
+    pull, waits = net.pull_messages, 0
 
-    def noted(futures: Any, timeout: float) -> Any:
-        if timeout == 0.3 and len(futures := list(futures)) > 1:
-            waits.append((len(futures), timeout))
-        return wait(futures, timeout)
-
-    monkeypatch.setattr("nafi.federated.post.wait", noted)
-    net = grid()
-    pull = net.pull_messages
-    stuck = threading.Event()
+    def until_two_are_left(futures: Any, timeout: float) -> Any:
+        """The grace passes at once, as soon as only those are left that never come."""
+        nonlocal waits
+        if timeout != 1234.0:
+            return wait(futures, timeout)
+        waits += 1
+        while sum(not future.done() for future in futures) > 2:
+            wait(futures, 0.01)
+        return wait(futures, 0)
 
     def slowly(numbers: Any) -> list[Message]:
         for reply in net.replies.get(numbers[0], []):
             if reply.metadata.src_node_id != 98 and reply.metadata.message_type == "train":
-                stuck.wait(60)
+                stuck.append(reply.metadata.src_node_id)
+                over.wait(300)
         return pull(numbers)
+
+    monkeypatch.setattr("nafi.federated.post.wait", until_two_are_left)
 
     net.pull_messages = slowly  # type: ignore[method-assign]
     one_round = replace(made("fedavg"), rounds=1)
     flower = federation(one_round, acceptance=replace(SOME, quorum=1))
     flower.start(net)
-    stuck.set()
-    assert waits == [(2, 0.3)]
+    over.set()
+    assert (sorted(stuck), waits) == ([99, 100], 1)
     refused = flower.run.records[0]["refused"]
     assert list(refused) == ["0", "1"]
     assert all("not whole" in reason for reason in refused.values())
@@ -284,20 +298,28 @@ def test_replies_that_never_become_whole_do_not_hold_the_round(
 
 @pytest.mark.slow
 def test_a_slow_reply_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes on while others are asked for theirs, and counts."""
-    monkeypatch.setattr("nafi.federated.post._GRACE", 0.05)
-    net = grid()
-    pull = net.pull_messages
+    """It comes on while others are asked for theirs, and counts; each is given up once here."""
+    monkeypatch.setattr("nafi.federated.post._GRACE", 0.01)
+    net, given_up = grid(), defaultdict[str, threading.Event](threading.Event)
+    pull, take = net.pull_messages, Post.take
+
+    def noted(self: Post, number: str, patience: float) -> Any:
+        reply = take(self, number, patience)
+        if reply is None:
+            given_up[number].set()
+        return reply
 
     def slowly(numbers: Any) -> list[Message]:
         for reply in net.replies.get(numbers[0], []):
             if reply.metadata.message_type == "train":
-                time.sleep(0.3)  # longer than anyone waits for it
+                given_up[numbers[0]].wait(300)
         return pull(numbers)
 
+    monkeypatch.setattr(Post, "take", noted)
     net.pull_messages = slowly  # type: ignore[method-assign]
     flower = federation(made("fedavg"), deadline=600.0)
     flower.start(net)
+    assert sum(event.is_set() for event in given_up.values()) == len(CLIENTS) * ROUNDS
     assert_equal(flower.run.model.state_dict(), reference("fedavg"))
 
 
@@ -353,6 +375,20 @@ def test_an_error_of_the_client_does_not_tell_of_its_samples() -> None:
     assert "Smith" not in str(caught.value)
 
 
+def test_a_client_that_wants_to_exit_is_one_failed_client() -> None:
+    def exits(context: Context) -> Samples:
+        if client_name(context) == "1":
+            raise SystemExit(3)
+        return samples(context)
+
+    net = replace(grid(), app=client_app(Small, INPUTS, exits, classes=CLASSES))
+    flower = federation(made("fedavg"), acceptance=SOME)
+    flower.start(net)
+    for record in flower.run.records:
+        assert list(record["refused"]) == ["1"]
+        assert "SystemExit; the client's log says more" in record["refused"]["1"]
+
+
 def test_a_long_reason_is_cut() -> None:
     def wordy(message: Message, answer: Callable[[], Message]) -> list[Message]:
         if message.metadata.message_type == "train":
@@ -383,16 +419,22 @@ def test_a_node_that_goes_while_it_is_asked_is_refused_alone() -> None:
 @pytest.mark.slow
 def test_a_node_that_is_offline_for_a_while_can_still_deliver() -> None:
     """Its reply is there when it is back; asked before, Flower would have given it up."""
-    net = grid()
+    net, looks = grid(), 0
 
     def away(message: Message, answer: Callable[[], Message]) -> list[Message]:
         reply = answer()
         if message.metadata.group_id == "2":
             net.nodes[99].online = False
-            threading.Timer(0.5, lambda: setattr(net.nodes[99], "online", True)).start()
         return [reply]
 
-    pull = net.pull_messages
+    pull, nodes = net.pull_messages, net.get_nodes
+
+    def looked() -> list[Any]:
+        """It is back when the server has looked for it three times."""
+        nonlocal looks
+        looks += not net.nodes[99].online
+        net.nodes[99].online |= looks > 3
+        return nodes()
 
     def strict(numbers: Any) -> list[Message]:
         replies = net.replies.get(numbers[0], [])
@@ -401,9 +443,10 @@ def test_a_node_that_is_offline_for_a_while_can_still_deliver() -> None:
         return pull(numbers)
 
     net.nodes[99].behaviour = away
-    net.pull_messages = strict  # type: ignore[method-assign]
+    net.pull_messages, net.get_nodes = strict, looked  # type: ignore[method-assign]
     flower = federation(made("layerwise"), deadline=600.0)
     flower.start(net)
+    assert looks == 4
     assert_equal(flower.run.model.state_dict(), reference("layerwise"))
 
 
@@ -415,22 +458,79 @@ def test_a_node_that_never_tells_its_name_does_not_hold_the_others() -> None:
     assert_equal(flower.run.model.state_dict(), reference("fedavg"))
 
 
-def test_a_name_belongs_to_the_key_that_first_had_it(caplog: pytest.LogCaptureFixture) -> None:
+KEY = b"-----BEGIN PUBLIC KEY----- %d"
+
+
+def keyed() -> LocalGrid:
+    """A grid whose nodes have proven keys."""
     net = grid()
     for number, node in net.nodes.items():
-        node.key = b"key of %d" % number
+        node.key = KEY % number
+    return net
+
+
+def test_a_name_belongs_to_the_key_that_first_had_it(caplog: pytest.LogCaptureFixture) -> None:
+    net = keyed()
 
     def replaced(message: Message, answer: Callable[[], Message]) -> list[Message]:
         reply = answer()
         if message.metadata.group_id == "2" and 100 in net.nodes:
-            net.nodes[200] = replace(net.nodes.pop(100), key=b"of another")
+            net.nodes[200] = replace(net.nodes.pop(100), key=KEY % 200)
         return [reply]
 
     net.nodes[100].behaviour = replaced
     flower = federation(made("fedavg"), acceptance=SOME)
     flower.start(net)
     assert [record["clients"] for record in flower.run.records] == [3, 3, 2, 2]
-    assert "node 200 is left out: it says it is '0', as another does" in caplog.text
+    assert "node 200 is left out: the name '0' belongs to another key" in caplog.text
+
+
+def half(file: Path, net: LocalGrid) -> None:
+    """The first two rounds of a run; its server is ended in the third."""
+
+    def ends(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        if message.metadata.group_id == "3":
+            raise KeyboardInterrupt
+        return [answer()]
+
+    net.nodes[100].behaviour = ends
+    with pytest.raises(KeyboardInterrupt):
+        federation(made("layerwise"), checkpoint=file).start(net)
+    net.nodes[100].behaviour = None
+
+
+@pytest.mark.parametrize(("names", "clients"), [("kept", [3, 3, 2, 2]), ("claimed", [3] * 4)])
+def test_a_resumed_run_gives_no_name_to_another_key(
+    names: Any, clients: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever had client 0's name would be sent the layers that are client 0's alone."""
+    file, net = tmp_path / "run.safetensors", keyed()
+    half(file, net)
+    tasks: list[str] = []
+
+    def curious(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        tasks.append(message.metadata.message_type)
+        return [answer()]
+
+    net.nodes[200] = replace(net.nodes.pop(100), key=KEY % 200, behaviour=curious)
+    flower = federation(made("layerwise"), checkpoint=file, acceptance=SOME, names=names)
+    flower.start(net)
+    assert [record["clients"] for record in flower.run.records] == clients
+    refused = "node 200 is left out: the name '0' belongs to another key" in caplog.text
+    assert refused == (names == "kept") == ("train" not in tasks)
+
+
+def test_a_key_has_one_name_also_after_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, net = tmp_path / "run.safetensors", keyed()
+    half(file, net)
+    net.nodes[300] = replace(net.nodes.pop(100), name="many names")
+    flower = federation(made("layerwise"), checkpoint=file, acceptance=SOME)
+    flower.start(net)
+    assert [record["clients"] for record in flower.run.records] == [3, 3, 2, 2]
+    assert "it says it is 'many names', but its key goes by the name '0'" in caplog.text
+    assert set(flower.run.state.members) == set(CLIENTS)
 
 
 def test_an_update_that_is_too_big_is_not_even_read() -> None:
@@ -565,7 +665,7 @@ def test_an_app_is_told_what_to_do_by_its_configuration(tmp_path: Path) -> None:
     )
     server(grid(), Context(1, 0, {}, RecordDict(), told))
     assert len(seen) == ROUNDS
-    assert_equal(load(out).state_dict(), reference("layerwise"))
+    assert_equal(load(out, trust_factory=name).state_dict(), reference("layerwise"))
     for name, why in {
         "penlty": "no setting 'penlty'; did you mean penalty",
         "quorom": "did you mean quorum",

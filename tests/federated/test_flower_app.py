@@ -144,7 +144,6 @@ def test_flowers_simulation_comes_to_the_model_of_a_run_in_one_process(
 ) -> None:
     """Ray's workers import the app by its path."""
     monkeypatch.setenv("PYTHONPATH", str(written))
-    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "0")
     task = module("task")
     architecture = Architecture(task.network, task.INPUTS)
     strategy = make_strategy("layerwise", architecture, Training(**SETTINGS), **OPTIONS)

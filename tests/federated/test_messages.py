@@ -29,6 +29,7 @@ from nafi.federated import (
     update_to,
     write_state,
 )
+from nafi.federated.checkpoint import checksum
 from nafi.federated.codec import check_fields, pack, unpack
 from nafi.federated.strategy import Update
 from nafi.federated.training import Training
@@ -106,7 +107,7 @@ def test_a_state_of_any_strategy_survives_a_file(tmp_path: Path) -> None:
     assert same(back, whole())
     assert (records, settings) == ([{"round": 3}], {"seed": 1})
     assert read_records(file) == records
-    with pytest.raises(CheckpointError, match=r"of this strategy .*it has rate.*start again"):
+    with pytest.raises(CheckpointError, match=r"of this strategy .*it has rate.*start a new run"):
         read_state(file, State)
 
 
@@ -164,10 +165,10 @@ def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.safetensors"
     members = {"a": Member({}, 1), "b": Member({"w": torch.ones(1)}, 2)}
     packed, tensors = pack(LayerwiseState(0, Form({"one": 5}), {}, (), members))
-    header = {"format": 2, "state": packed, "records": [], "settings": {}}
+    header = {"format": 3, "state": packed, "records": [], "settings": {}, "seats": {"seats": {}}}
     for name, refused in (("b", False), ("a", True)):
         text = json.dumps(header).replace('"b": {"tensors"', f'"{name}": {{"tensors"')
-        save_file(tensors, file, metadata={"nafi": text})
+        save_file(tensors, file, metadata={"nafi": text, "sha256": checksum(text, tensors)})
         if refused:
             with pytest.raises(CheckpointError, match="a name is there twice"):
                 read_state(file, LayerwiseState)
@@ -180,7 +181,7 @@ def test_odd_headers_are_refused(header: str, tmp_path: Path) -> None:
     file = tmp_path / "run.safetensors"
     save_file({"x": torch.zeros(1)}, file, metadata={"nafi": header})
     for read in (lambda: read_state(file, State), lambda: read_records(file)):
-        with pytest.raises(CheckpointError, match="start again"):
+        with pytest.raises(CheckpointError, match="start a new run"):
             read()
     with pytest.raises(InputError, match="this is not"):
         update_from(file.read_bytes())
@@ -209,7 +210,8 @@ def test_a_checkpoint_of_version_0_1_0_is_refused_with_what_to_do(name: str) -> 
     strategy = make_strategy(name, small(), training, rounds=2, seed=1, **OPTIONS[name])
     work = Trainer(strategy.architecture, population(), CLASSES)
     with pytest.raises(
-        CheckpointError, match=r"nafi 0\.1\.0.*finish the run with nafi 0\.1\.0, or remove the file"
+        CheckpointError,
+        match=r"nafi 0\.1\.0.*finish the run with nafi 0\.1\.0, or give",
     ):
         simulate(strategy, list(population()), work, checkpoint=file, resume=True)
 

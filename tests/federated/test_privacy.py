@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from nafi.errors import InputError
-from nafi.federated import Noise, Trainer, Training, make_strategy
-from tests.federated.networks import CLASSES, normed, pictures, population, small
+from nafi.federated import (
+    Acceptance,
+    Noise,
+    Samples,
+    Trainer,
+    Training,
+    make_strategy,
+    simulate,
+)
+from nafi.federated.accountant import gaussian_epsilon
+from tests.federated.networks import CLASSES, FEATURES, normed, pictures, population, small
 
 BEFORE = {"a": torch.zeros(200, 50), "b": torch.ones(100), "count": torch.tensor(3)}
 AFTER = {"a": torch.full((200, 50), 0.3), "b": torch.full((100,), 1.4), "count": torch.tensor(7)}
@@ -93,6 +104,60 @@ def test_variances_stay_variances() -> None:
 def test_bad_settings_are_refused(clip: float, scale: float) -> None:
     with pytest.raises(InputError, match=r"clip|scale"):
         Noise(clip, scale)
+
+
+LABELS = torch.tensor([0] * 40 + [1] * 7)
+SKEWED = {"a": Samples(torch.randn(len(LABELS), FEATURES), LABELS)}
+
+
+def sent_counts(noise: Noise, classes: int | None = CLASSES) -> tuple[int, Any]:
+    architecture = small()
+    training = Training(epochs=1, batch=8, rate=0.05)
+    strategy = make_strategy("fedavg", architecture, training, rounds=1)
+    task = strategy.task(strategy.start(), "a")
+    work = Trainer(architecture, SKEWED, classes, noise=noise)
+    update, _ = work("a", task)
+    shapes = architecture.shapes(task.form)
+    Acceptance(classes=classes).check(update, "a", task, shapes)
+    return update.samples, update.class_counts
+
+
+def test_counts_are_exact_noisy_or_withheld() -> None:
+    assert sent_counts(Noise(1.0, 0.1)) == (47, (40, 7, 0))
+    assert sent_counts(Noise(1.0, 0.1, counts="withheld")) == (3, (1, 1, 1))
+    assert sent_counts(Noise(1.0, 0.1, counts="withheld"), None) == (1, None)
+    total, counts = sent_counts(Noise(1.0, 0.1, counts="noisy", seed=1))
+    assert total == sum(counts)
+    assert counts != (40, 7, 0)
+    assert sent_counts(Noise(1.0, 0.1, counts="noisy", count_scale=1e-6)) == (47, (40, 7, 0))
+
+
+def test_the_noise_of_counts_has_the_size_that_was_asked_for() -> None:
+    drawn = Noise(1.0, 0.1, seed=3, counts="noisy", count_scale=20.0).disclosed((1000,) * 4000)
+    assert np.std(drawn) == pytest.approx(20.0, rel=0.05)
+    assert np.mean(drawn) == pytest.approx(1000.0, abs=1.5)
+    low = Noise(1.0, 0.1, seed=3, counts="noisy").disclosed((0,) * 50)
+    assert min(low) == 0 < sum(low)
+
+
+def test_a_run_says_for_which_epsilon_it_was() -> None:
+    noise = Noise(1.0, 4.0, counts="noisy", count_scale=4.0)
+    strategy = make_strategy("fedavg", small(), Training(epochs=1, batch=8, rate=0.05), rounds=3)
+    clients = list(population())
+    run = simulate(strategy, clients, Trainer(small(), population(), CLASSES, noise=noise))
+    assert run.asked == dict.fromkeys(clients, 3)
+    epsilon = noise.epsilon(max(run.asked.values()), 1e-5)
+    assert epsilon == gaussian_epsilon(4.0, 3, 1e-5) == noise.count_epsilon(3, 1e-5)
+    assert Noise(1.0, 4.0).count_epsilon(3, 1e-5) == inf
+    assert Noise(1.0, 4.0, counts="withheld").count_epsilon(3, 1e-5) == 0
+
+
+def test_bad_settings_of_counts_are_refused() -> None:
+    odd: Any = "some"
+    with pytest.raises(InputError, match="counts: found 'some', expected one of exact, noisy"):
+        Noise(1.0, 1.0, counts=odd)
+    with pytest.raises(InputError, match="count_scale: found 0"):
+        Noise(1.0, 1.0, count_scale=0)
 
 
 def test_noise_that_is_no_number_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,8 +36,9 @@ from nafi.federated import (
 )
 from nafi.federated.acceptance import MOST
 from nafi.federated.averaging import FedAvg
-from nafi.federated.messages import read_state
+from nafi.federated.checkpoint import read_state
 from tests.federated.networks import CLASSES, FEATURES, normed, pictures, population, small
+from tests.processes import runs
 
 ROUNDS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -130,7 +132,7 @@ def test_a_killed_process_goes_on_where_it_was(name: str, tmp_path: Path) -> Non
 
 HALF = """
 import os, signal
-import nafi.federated.messages as messages
+import nafi.federated.checkpoint as messages
 
 whole, count = messages.save_file, 0
 
@@ -154,7 +156,7 @@ def test_a_process_killed_while_it_writes_leaves_the_round_before(tmp_path: Path
     command = [sys.executable, "-c", HALF + SCRIPT, "layerwise", str(file)]
     assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
     assert read_state(file, strategy.state_type)[0].round == 1
-    assert len(list(tmp_path.iterdir())) == 3  # and what was half written
+    assert len(list(tmp_path.iterdir())) == 4  # and what was half written, and the lock
     simulate(strategy, list(population()), work(strategy), checkpoint=file, resume=True)
     found, expected = load_file(file), load_file(whole)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -163,7 +165,7 @@ def test_a_process_killed_while_it_writes_leaves_the_round_before(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "what"), [("fedavg", "nothing"), ("layerwise", "crash")])
+@pytest.mark.parametrize(("name", "what"), [("fedavg", "nothing"), ("layerwise", "exit")])
 def test_two_workers_do_what_one_does(name: str, what: str) -> None:
     """Also where a client fails in one round."""
     rules = Acceptance(quorum=2, classes=CLASSES)
@@ -175,7 +177,7 @@ def test_two_workers_do_what_one_does(name: str, what: str) -> None:
     one, two = (run.state.tensors for run in runs)
     assert all(torch.equal(one[key], two[key]) for key in one)
     refused = [[list(record["refused"]) for record in run.records] for run in runs]
-    assert refused[0] == refused[1] == [[], ["1"] if what == "crash" else [], [], []]
+    assert refused[0] == refused[1] == [[], ["1"] if what == "exit" else [], [], []]
 
 
 def test_records_tell_of_every_round() -> None:
@@ -244,6 +246,8 @@ class Broken:
             return update, loss
         if self.what == "crash":
             raise RuntimeError("out of memory")
+        if self.what == "exit":
+            raise SystemExit(3)
         if self.what == "old":
             return replace(update, round=task.round - 1), loss
         if not update.tensors:  # it was asked for sums alone
@@ -255,6 +259,7 @@ class Broken:
 
 WRONG = {
     "crash": "RuntimeError: out of memory",
+    "exit": "WorkError: SystemExit: 3",
     "nan": "UpdateError: one.weight holds values that are NaN",
     "old": "UpdateError: it is for round",
 }
@@ -278,69 +283,98 @@ def test_a_round_goes_on_without_a_bad_update(
 
 
 class Dying:
-    """A trainer whose process is killed while it works for one client."""
+    """Sends back what it gets; its process is killed for one client, and hangs for another."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    classes = CLASSES
 
     def __call__(self, client: str, task: Task) -> tuple[Update, float]:
         if client == "1" and task.round == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.trainer(client, task)
+        if client == "2" and task.round == 2:
+            time.sleep(600)
+        return Update(client, task.round, task.tensors, 3, (1, 1, 1)), 0.0
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced() -> None:
+def test_a_worker_that_dies_or_hangs_is_replaced_and_costs_one_client() -> None:
     strategy = made("fedavg")
     run = simulate(
         strategy,
         list(population()),
-        Dying(work(strategy)),
+        Dying(),
         workers=2,
+        deadline=5.0,
         acceptance=Acceptance(quorum=1, classes=CLASSES),
     )
-    assert "1" in run.records[1]["refused"] or len(run.records[1]["refused"]) == 3
-    assert [len(record["refused"]) for record in run.records[2:]] == [0, 0]
+    assert [record["refused"] for record in run.records] == [
+        {},
+        {"1": "WorkerDiedError: its process died twice (exit code -9)"},
+        {"2": "TimeoutError: not done within 5 seconds"},
+        {},
+    ]
 
 
-class Waiting:
-    """A trainer that says which process it is in, and then takes its time."""
+def test_a_deadline_that_cannot_be_kept_is_refused() -> None:
+    strategy = made("fedavg")
+    with pytest.raises(InputError, match="in this process cannot be stopped; give workers=2"):
+        simulate(strategy, list(population()), work(strategy), deadline=5.0)
+    with pytest.raises(InputError, match="deadline: found 0, expected a number above 0"):
+        simulate(strategy, list(population()), work(strategy), workers=2, deadline=0)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.classes = folder, CLASSES
+
+class Stuck:
+    """Says which process it is in, then holds Python's lock for ages, as code in C may."""
+
+    def __init__(self, trainer: Trainer, folder: Path, since: int = 0) -> None:
+        self.trainer, self.folder, self.since = trainer, folder, since
+        self.classes = CLASSES
 
     def __call__(self, client: str, task: Task) -> tuple[Update, float]:
+        if task.round < self.since:
+            return self.trainer(client, task)
         (self.folder / str(os.getpid())).touch()
-        time.sleep(60)
+        re.match("(a+)+$", "a" * 60 + "b")
         raise AssertionError
 
 
+STUCK = """
+import signal, sys
+from pathlib import Path
+from tests.federated.test_simulation import *
+
+if __name__ == "__main__":
+    # A shell lets what it starts in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    strategy, folder, file = made("fedavg"), Path(sys.argv[1]), Path(sys.argv[2])
+    stuck = Stuck(work(strategy), folder, since=1)
+    simulate(strategy, ["0", "1"], stuck, workers=2, checkpoint=file)
+"""
+
+
 @pytest.mark.slow
-def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    program = (
-        "from pathlib import Path\n"
-        "from tests.federated.test_simulation import *\n"
-        "if __name__ == '__main__':\n"
-        f"    simulate(made('fedavg'), ['0', '1'], Waiting(Path({str(tmp_path)!r})), workers=2)\n"
-    )
-    main = subprocess.Popen([sys.executable, "-c", program])
-    deadline = time.monotonic() + 60
-    while len(workers := [int(file.name) for file in tmp_path.iterdir()]) < 2:
+def test_a_run_that_is_interrupted_leaves_no_worker_and_a_good_checkpoint(tmp_path: Path) -> None:
+    """Whatever its workers are at, which would take ages; other signals: test_workers."""
+    pids, file = tmp_path / "pids", tmp_path / "run.safetensors"
+    pids.mkdir()
+    command = [sys.executable, "-c", STUCK, str(pids), str(file)]
+    main = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(workers := [int(file.name) for file in pids.iterdir()]) < 2:
+        assert main.poll() is None, main.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    main.kill()
-    main.wait()
-    while any(_runs(worker) for worker in workers):
+    main.send_signal(signal.SIGINT)
+    _, error = main.communicate(timeout=60)
+    assert main.returncode == -signal.SIGINT, error
+    while any(runs(worker) for worker in workers):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def _runs(process: int) -> bool:
-    """Whether a process is there, and not only its entry in the table of processes."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    strategy = made("fedavg")
+    assert read_state(file, strategy.state_type)[0].round == 1
+    again = simulate(strategy, ["0", "1"], work(strategy), checkpoint=file, resume=True)
+    whole = simulate(strategy, ["0", "1"], work(strategy))
+    for key, tensor in whole.state.tensors.items():
+        assert torch.equal(tensor, again.state.tensors[key])
 
 
 def test_below_the_quorum_a_run_stops_and_can_be_resumed(tmp_path: Path) -> None:
@@ -360,7 +394,7 @@ def test_a_broken_checkpoint_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "run.safetensors"
     file.write_bytes(content)
     strategy = made("fedavg")
-    with pytest.raises(CheckpointError, match=r"run\.safetensors.*start again"):
+    with pytest.raises(CheckpointError, match=r"run\.safetensors.*start a new run"):
         simulate(strategy, ["0"], work(strategy), checkpoint=file, resume=True)
 
 

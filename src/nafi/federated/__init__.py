@@ -4,18 +4,11 @@ from nafi.federated.acceptance import Acceptance, QuorumError, UpdateError
 from nafi.federated.architecture import Architecture, Expected, Form
 from nafi.federated.averaging import FedAvg, FedProx, FusionRounds, MatchThenAverage
 from nafi.federated.callbacks import Callback, JsonLines, Scalars
+from nafi.federated.checkpoint import read_records, read_state, write_state
 from nafi.federated.client import Trainer
 from nafi.federated.fedadam import FedAdam
 from nafi.federated.layerwise import Layerwise, LayerwiseState, Member
-from nafi.federated.messages import (
-    read_records,
-    read_state,
-    task_from,
-    task_to,
-    update_from,
-    update_to,
-    write_state,
-)
+from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.privacy import Noise
 from nafi.federated.randomness import derived_seed, seeded
 from nafi.federated.refit import MatchRefit, RefitState

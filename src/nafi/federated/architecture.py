@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from nafi.graph import (
     ModelSpec,
     check_inputs,
     copy_network,
+    fingerprint,
     fold_batchnorm,
     groups,
     named_tensors,
@@ -108,6 +110,11 @@ class Architecture:
     def form(self) -> Form:
         """The network as the factory makes it."""
         return Form(self.spec.widths)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Letters for what the network's code does, whatever its weights."""
+        return fingerprint(self._first, self.example_inputs)
 
     def network(self, form: Form) -> tuple[nn.Module, ModelSpec]:
         """A network of this form with no weights of note, and its spec."""

@@ -8,7 +8,7 @@ averaging holds one update at a time.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -32,6 +32,7 @@ from nafi.federated.strategy import (
     tensors_of,
 )
 from nafi.fusion import (
+    CHANGES_AGREE,
     AligningMethod,
     Method,
     Nafi,
@@ -314,27 +315,6 @@ def average(
     return mean
 
 
-def _held_to_usual(updates: list[Update], spec: ModelSpec, screen: Screen) -> list[Update]:
-    """Updates with neurons that are too long made shorter, and counts that are too high lower."""
-    if not updates:
-        raise InputError("no updates to average")
-    states = screen.clipped([update.tensors for update in updates], [spec] * len(updates))
-    samples = screen.counts(np.array([update.samples for update in updates], dtype=np.float64))
-    table = class_table(update.class_counts for update in updates)
-    classes = None if table is None else screen.counts(np.array(table, dtype=np.float64))
-    rows = None if classes is None else classes.round().astype(int).tolist()
-    assert samples is not None
-    return [
-        replace(
-            update,
-            tensors=states[s],
-            samples=max(1, round(samples[s])),
-            class_counts=update.class_counts if rows is None else tuple(rows[s]),
-        )
-        for s, update in enumerate(updates)
-    ]
-
-
 def screened_average(
     screen: Screen,
     updates: Iterable[Update],
@@ -342,22 +322,82 @@ def screened_average(
     before: Mapping[str, Tensor],
     class_shares: bool,
 ) -> dict[str, Tensor]:
-    """As `average`, of what a screen leaves; all updates are in memory."""
-    held = _held_to_usual(list(updates), spec, screen)
-    first = held[0].tensors
+    """As `average`, of what a screen leaves; all updates are in memory.
+
+    Clients are compared by how they changed what they were sent. Rows of a class are also compared
+    among those that say they have seen it.
+    """
+    sent = list(updates)
+    if not sent:
+        raise InputError("no updates to average")
+    first = sent[0].tensors
+    numbers = [name for name in first if holds_numbers(first[name])]
+    changes = screen.clipped_changes(
+        {name: _changes(sent, name, before) for name in numbers}, spec.tensors
+    )
+    heard = _heard(screen, list(changes.values()))
+    cut = max(0, screen.cut(len(sent)) - int((~heard).sum()))
+    table = class_table(update.class_counts for update in sent) if class_shares else None
+    claims = None if table is None else _believed(screen, table, heard, changes, spec)
+    samples = screen.counts(np.array([update.samples for update in sent], dtype=np.float64))
+    if class_shares and claims is None:
+        raise InputError("class_shares: not all clients sent class counts")
     mean = {}
     for name, tensor in first.items():
-        if not holds_numbers(tensor):
-            # Counters and positions: no client's word for them, where there is another.
-            mean[name] = before.get(name, tensor)
-            continue
-        values = torch.stack([as_real(update.tensors[name], name) for update in held])
-        weights = torch.stack([_weight(update, name, spec, class_shares) for update in held])
-        weights = weights.reshape(len(held), *weights.shape[1:] or [1] * tensor.ndim)
-        trimmed = screen.mean(values, weights > 0, weights)
         kept = before.get(name, tensor)
-        mean[name] = torch.where((weights > 0).any(dim=0), trimmed, kept).to(tensor.dtype)
+        if name not in changes:
+            # Counters and positions: no client's word for them, where there is another.
+            mean[name] = kept
+            continue
+        each = torch.ones(len(sent)) if claims is not None else torch.as_tensor(samples)
+        weights = (each * heard).double().reshape(-1, *[1] * tensor.ndim)
+        axis = None if claims is None else spec.tensors[name].class_axis(claims.shape[1])
+        if claims is not None and axis is not None:
+            weights = claims.reshape(
+                len(sent), *[-1 if a == axis else 1 for a in range(tensor.ndim)]
+            )
+        moved = screen.mean(changes[name], weights > 0, weights, cut)
+        base = before[name].double() if name in before else torch.zeros(())
+        known = (weights > 0).any(dim=0)
+        mean[name] = torch.where(known, base + moved, kept.double()).to(tensor.dtype)
     return mean
+
+
+def _changes(sent: list[Update], name: str, before: Mapping[str, Tensor]) -> Tensor:
+    """(S, ...) how clients changed a tensor; the tensor itself where they were sent none."""
+    start = before[name].double() if name in before else 0.0
+    return torch.stack([as_real(update.tensors[name], name) for update in sent]) - start
+
+
+def _heard(screen: Screen, changes: list[Tensor]) -> Tensor:
+    """(S,) which clients are heard, by all that they changed."""
+    flat = torch.cat([change.flatten(1) for change in changes], dim=1)
+    return screen.heard(flat, torch.ones_like(flat, dtype=torch.bool), CHANGES_AGREE)
+
+
+def _believed(
+    screen: Screen,
+    table: Sequence[Sequence[int]],
+    heard: Tensor,
+    changes: Mapping[str, Tensor],
+    spec: ModelSpec,
+) -> Tensor:
+    """(S, K) the class counts that rows of the output layer are weighted by.
+
+    Of those that say they have seen a class, who contradicts the others is not heard about it.
+    """
+    counts = np.array(table, dtype=np.float64)
+    claims = torch.from_numpy(screen.claims(counts)) * heard[:, None]
+    classes = claims.shape[1]
+    rows = [
+        change for name, change in changes.items() if spec.tensors[name].class_axis(classes) == 0
+    ]
+    for label in range(classes if rows and screen.trim else 0):
+        who = torch.nonzero(claims[:, label] > 0).flatten()
+        if len(who) > 2:
+            about = _heard(screen, [change[who, label].reshape(len(who), -1) for change in rows])
+            claims[who, label] *= about
+    return claims
 
 
 def _weight(update: Update, name: str, spec: ModelSpec, class_shares: bool) -> Tensor:

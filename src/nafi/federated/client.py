@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import nn
 
 from nafi.errors import InputError, few
 from nafi.federated.architecture import Architecture, Tensors, load_tensors
+from nafi.federated.fingerprint import described
 from nafi.federated.prefix import CACHE_BYTES
 from nafi.federated.privacy import Noise
 from nafi.federated.samples import Samples
@@ -34,7 +36,7 @@ class Trainer:
 
     data: client -> its samples; it is asked in the process that trains
     classes: how many there are, to count them; None for targets that are no classes
-    noise: clip the client's change and add noise to it before it leaves
+    noise: clip the client's change and add noise to it before it leaves; see there for counts
     extras: computes what tasks ask for beside weights; no noise is added to that
     statistics: whether to answer with sums over samples, which leave without noise, too
     """
@@ -83,8 +85,18 @@ class Trainer:
         extras = dict(self.extras(model, samples, task)) if asked and self.extras else {}
         if task.sums:
             extras |= sums_of(model, samples, task.sums, self._targets(task))
-        counts = self._counts(samples)
-        return Update(client, task.round, trained, len(samples), counts, plain(extras)), loss
+        total, counts = self._disclosed(samples)
+        return Update(client, task.round, trained, total, counts, plain(extras)), loss
+
+    def facts(self) -> dict[str, Any]:
+        """What decides a run's result, beside strategy and samples; plain data."""
+        return {"loss": described(self.loss), "noise": str(self.noise)}
+
+    def sizes(self) -> dict[str, int]:
+        """Client -> how many samples it has and says so, as far as that is known beforehand."""
+        exact = self.noise is None or self.noise.counts == "exact"
+        known = self.data if exact and isinstance(self.data, Mapping) else {}
+        return {client: len(samples) for client, samples in known.items()}
 
     def _targets(self, task: Task) -> Targets | None:
         """The client's own network, where a task asks what it says."""
@@ -107,6 +119,14 @@ class Trainer:
             )
         if asked and self.extras is not None and self.noise is not None:
             raise InputError("extras would leave without noise; leave noise or extras out")
+
+    def _disclosed(self, samples: Samples) -> tuple[int, tuple[int, ...] | None]:
+        """The number of samples, and of each class, as the client tells them."""
+        counts = self._counts(samples)
+        if self.noise is None:
+            return len(samples), counts
+        sent = self.noise.disclosed((len(samples),) if counts is None else counts)
+        return sum(sent), None if counts is None else sent
 
     def _counts(self, samples: Samples) -> tuple[int, ...] | None:
         if self.classes is None:

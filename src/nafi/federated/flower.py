@@ -31,8 +31,10 @@ from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.privacy import Noise
 from nafi.federated.run import Evaluate, Outcome, Round, Run, conduct
 from nafi.federated.samples import Samples
+from nafi.federated.seats import EXPIRE, Names, Seats
 from nafi.federated.strategies import STRATEGIES, make_strategy, option_names
 from nafi.federated.strategy import State, Strategy
+from nafi.federated.telemetry import switch_off
 from nafi.federated.training import Loss, Training
 from nafi.files import check_writable
 from nafi.graph import Inputs
@@ -57,6 +59,7 @@ try:
 except ModuleNotFoundError as error:
     raise NafiError(f"{error.name} is not installed: pip install 'nafi[flower]'") from None
 
+switch_off()
 log = logging.getLogger(__name__)
 _KEY = "message"
 # A message is one opaque array: Flower cuts arrays into pieces that its servers accept.
@@ -65,7 +68,7 @@ _KIND = "nafi.safetensors"
 _HEADER_BYTES = 2**24
 # What an app's configuration may hold, beside the options of its strategy.
 _OF_ACCEPTANCE = "quorum", "max_bytes", "max_norm"
-_OF_FEDERATION = "nodes", "wait", "deadline"
+_OF_FEDERATION = "nodes", "wait", "deadline", "expire", "names"
 # Against harmful updates: never left out without a word that stops the run.
 _GUARDS = ("clip", "trim")
 _OTHERS = "rounds", "seed", "fraction", "checkpoint", "out"
@@ -116,9 +119,9 @@ def client_app(
                 statistics=statistics,
             )
             update, _ = work(client_name(context), task)
-        except NafiError:
+        except (NafiError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too: it would end more than this task
             # Flower sends an error's text to the server, and this one may quote samples.
             log.exception("training failed")
             raise NafiError(f"{type(error).__name__}; the client's log says more") from None
@@ -252,6 +255,8 @@ class Federation(FlowerStrategy):
         nodes: int = 2,
         wait: float = 120.0,
         deadline: float = 3600.0,
+        expire: int | None = EXPIRE,
+        names: Names = "kept",
         acceptance: Acceptance | None = None,
         checkpoint: Path | None = None,
         callbacks: Sequence[Callback] = (),
@@ -259,6 +264,10 @@ class Federation(FlowerStrategy):
         """nodes: how many are expected; a round waits for them, but no longer than `wait` seconds.
 
         deadline: seconds after which a round does without those who have not answered
+        expire: rounds after which a client that stays away is forgotten, see `simulate`
+        names: whose a name is that a node with a key has used: "kept" by this key until the run
+            ends, also if it is resumed; "freed" when its client expires; or only "claimed", by
+            nodes that have another key whenever they are started
         acceptance: which updates are used, and how many a round needs; by default all nodes must
             deliver, or the run ends with a `QuorumError`
         checkpoint: a file that holds the run after each round; a run that finds it continues it
@@ -281,7 +290,8 @@ class Federation(FlowerStrategy):
         self.needed = self.acceptance.needed(strategy.sampled(nodes))
         self.checkpoint = checkpoint
         self.callbacks = tuple(callbacks)
-        self.roster = Roster()
+        self.seats = Seats(expire, names)
+        self.roster = Roster(self.seats)
 
     def summary(self) -> None:
         log.info(
@@ -316,6 +326,7 @@ class Federation(FlowerStrategy):
             resume=True,
             progress=lambda step, done, total: log.info("%s (%d of %d)", step, done, total),
             callbacks=self.callbacks,
+            seats=self.seats,
         )
         return _result(self.run)
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import httpx
 from flwr.app import Message
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from nafi.errors import NafiError
@@ -28,6 +29,8 @@ MORE_SECONDS = 3600.0
 _GRACE = 20.0
 _SUPERLINK_SECONDS = 600.0
 _POLL_SECONDS = 0.05, 2.0
+
+_PUBLIC_KEY = b"-----BEGIN PUBLIC KEY-----"
 
 _Result = TypeVar("_Result")
 
@@ -45,7 +48,7 @@ class Post:
 
     def nodes(self) -> dict[int, bytes]:
         """The nodes that are online, and the key that each has proven, if it has one."""
-        return {int(node.node_id): bytes(node.public_key) for node in _soon(self.grid.get_nodes)}
+        return {int(node.node_id): _key_of(node) for node in _soon(self.grid.get_nodes)}
 
     def send(self, message: Message) -> str:
         """Send a message; returns its number."""
@@ -114,6 +117,12 @@ class Post:
                 reply = TimeoutError("its reply has begun to come, but is not whole")
             if reply is not None:
                 yield number, reply
+
+
+def _key_of(node: NodeInfo) -> bytes:
+    """The public key of a node; those of Flower's simulation have random bytes in its place."""
+    key = bytes(node.public_key)
+    return key if key.startswith(_PUBLIC_KEY) else b""
 
 
 def _begun(work: Callable[[], _Result]) -> Future[_Result]:

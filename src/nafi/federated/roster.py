@@ -1,7 +1,7 @@
 """Who is there: Flower's nodes under the names of clients.
 
-Hides: questions to nodes, and who may have a name. Promises: one node at most for a name; a node
-that does not answer holds nobody up for longer than it was given.
+Hides: questions to nodes. Promises: one node at most for a name, and none for a name that is
+another's (`seats`); a node that does not answer holds nobody up for longer than it was given.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 
 from nafi.federated.post import MORE_SECONDS, NodeError, Post
+from nafi.federated.seats import Seats
 
 log = logging.getLogger(__name__)
 RECORD, _NAME = "nafi", "name"
@@ -27,9 +28,9 @@ def introduction(name: str) -> RecordDict:
 class Roster:
     """names: node -> client, of all nodes that were ever there under a name."""
 
-    def __init__(self) -> None:
+    def __init__(self, seats: Seats) -> None:
+        self.seats = seats
         self.names: dict[int, str] = {}
-        self._keys: dict[str, bytes] = {}
         self._questions: dict[str, tuple[int, float]] = {}  # node, and when it was asked
 
     @property
@@ -77,23 +78,25 @@ class Roster:
         return [self.names[node] for node in online if node in self.names]
 
     def _enter(self, node: int, reply: Message | Exception, online: Mapping[int, bytes]) -> None:
-        """Take a node's word for its name, unless another has it.
+        """Take a node's word for its name, unless the name is another's.
 
-        Who has proven a key keeps the name for the run; else only while it is online.
+        Without keys, a name is its node's only while that is online.
         """
         name = _name_in(reply)
         if name is None:
             log.warning("node %d is left out: it did not tell its name", node)
             return
-        key = self._keys.get(name, b"")
         holders = [other for other, taken in self.names.items() if taken == name and other != node]
-        if (key and key != online[node]) or any(other in online for other in holders):
-            log.warning("node %d is left out: it says it is %r, as another does", node, name)
+        refusal = self.seats.refusal(name, online[node])
+        if refusal is None and any(other in online for other in holders):
+            refusal = f"it says it is {name!r}, as another does"
+        if refusal is not None:
+            log.warning("node %d is left out: %s", node, refusal)
             return
         for other in holders:
             del self.names[other]
         self.names[node] = name
-        self._keys[name] = online[node]
+        self.seats.take(name, online[node])
 
 
 def _name_in(reply: Message | Exception) -> str | None:

@@ -1,8 +1,8 @@
 """The rounds of a federation, whoever carries its messages.
 
-Hides: which updates are used, records, checkpoints and how a run is resumed. Promises: in one
-process or over a network, the same updates give the same model and the same record; a run that was
-killed at any moment and resumed ends with the same bytes.
+Hides: which updates are used, records, and how a run is resumed. Promises: in one process or over a
+network, the same updates give the same model and the same record; a run that was killed at any
+moment and resumed ends with the same bytes; no two runs share a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -21,11 +22,13 @@ from torch import nn
 from nafi.errors import InputError, NafiError, few
 from nafi.federated.acceptance import Acceptance, QuorumError
 from nafi.federated.callbacks import Callback, Listeners
+from nafi.federated.checkpoint import read_run, write_state
 from nafi.federated.codec import pack
-from nafi.federated.messages import read_state, write_state
+from nafi.federated.seats import Seats
 from nafi.federated.strategy import Records, State, Strategy, Task, Update, size_of, tensors_of
 from nafi.files import remove_leftovers
 from nafi.graph import copy_network, holds_numbers
+from nafi.locks import locked
 
 log = logging.getLogger(__name__)
 _LONGEST = 300
@@ -39,11 +42,15 @@ Outcome = tuple[Update, float] | Exception
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A finished run: the model, the state it comes from, and a record for each round."""
+    """A finished run: the model, the state it comes from, and a record for each round.
+
+    asked: client -> in how many rounds it was asked for weights, for `Noise.epsilon`
+    """
 
     model: nn.Module
     state: State
     records: Records
+    asked: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -51,6 +58,7 @@ class Round:
     """One round under way: what was sent, who delivered and who was refused.
 
     clients: those that take part, in the order in which their updates are used
+    samples: of those that delivered, as they say
     """
 
     strategy: Strategy
@@ -61,6 +69,7 @@ class Round:
     tasks: dict[str, Task] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    samples: dict[str, int] = field(default_factory=dict)
     down: int = 0
     up: int = 0
 
@@ -126,6 +135,7 @@ class Round:
                 continue
             self.up += size_of(update.tensors) + size_of(update.extras)
             self.losses.append(loss)
+            self.samples[client] = update.samples
             loss_text = f", loss {loss:.3f}" if isfinite(loss) else ""
             self.tell(f"{self.label}, client {client}{loss_text}", self.done, self.total)
             yield self._with_counters_as_sent(update, task)
@@ -193,81 +203,136 @@ def conduct(
     resume: bool = False,
     progress: Progress | None = None,
     callbacks: Sequence[Callback] = (),
+    seats: Seats | None = None,
+    facts: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Run:
     """Run a strategy to its end.
 
     clients: who is there, asked before each round
     carry: takes a round's tasks to its clients, and finishes it with what comes of them
+    seats: what is remembered of clients beside weights
+    facts: what else decides the result, beside the strategy's settings; plain data
+    sizes: client -> how many samples it has, where that is known before the run
 
     For the rest see `simulate`.
     """
-    listeners = Listeners(callbacks)
+    course = _Course(
+        strategy,
+        clients,
+        carry,
+        acceptance,
+        evaluate,
+        checkpoint,
+        progress or (lambda step, done, total: None),
+        Listeners(callbacks),
+        seats or Seats(),
+        {
+            **strategy.settings(),
+            "code of the network": strategy.architecture.fingerprint,
+            **(facts or {}),
+        },
+    )
     strategy.check_classes(acceptance.classes)
-    state: State = strategy.start()
-    records: Records = []
+    with nullcontext() if checkpoint is None else locked(checkpoint):
+        return course.run(*course.begun(resume, sizes or {}))
+
+
+@dataclass
+class _Course:
+    """A run under way; its fields are what `conduct` was given."""
+
+    strategy: Strategy
+    clients: Callable[[], Sequence[str]]
+    carry: Callable[[Round], tuple[State, Record]]
+    acceptance: Acceptance
+    evaluate: Evaluate | None
+    checkpoint: Path | None
+    tell: Progress
+    listeners: Listeners
+    seats: Seats
+    settings: dict[str, Any]
     model: nn.Module | None = None
-    if checkpoint is not None:
-        remove_leftovers(checkpoint)
-    if checkpoint is not None and checkpoint.exists():
+
+    def begun(self, resume: bool, sizes: Mapping[str, int]) -> tuple[State, Records]:
+        """Where the run begins: with its checkpoint, if there is one."""
+        start: State = self.strategy.start()
+        if self.checkpoint is None:
+            return start, []
+        remove_leftovers(self.checkpoint)
+        if not self.checkpoint.exists():
+            return start, []
         if not resume:
-            raise InputError(f"{checkpoint} exists already: resume it, or give another name")
-        state, records, settings = read_state(checkpoint, strategy.state_type)
-        _check_same_run(checkpoint, settings, strategy.settings())
-        strategy.check_state(state)
-        if state.round > strategy.rounds:
+            raise InputError(f"{self.checkpoint} exists already: resume it, or give another name")
+        saved = read_run(self.checkpoint)
+        saved.check_settings(self.settings, sizes)
+        state: State = saved.state(self.strategy.state_type)
+        self.strategy.check_state(state)
+        if state.round > self.strategy.rounds:
             raise InputError(
-                f"{checkpoint} holds {state.round} rounds, more than the {strategy.rounds} asked "
-                "for; give another checkpoint, or remove it"
+                f"{self.checkpoint} holds {state.round} rounds, more than the "
+                f"{self.strategy.rounds} asked for; ask for more, or give another name for the "
+                "checkpoint to start a new run"
             )
-        log.info("%s holds %d of %d rounds", checkpoint, state.round, strategy.rounds)
-    tell = progress or (lambda step, done, total: None)
-    while not strategy.finished(state):
-        chosen = strategy.select(state, clients())
-        if not state.awaiting:
-            listeners.tell("round_started", state.round + 1, tuple(chosen))
-        round = Round(strategy, state, chosen, acceptance, tell)
-        state, record = carry(round)
-        if records and records[-1]["round"] == record["round"]:
-            record = _joined(records.pop(), record)
-        record["widths"] = list(state.form.widths.values())
-        if evaluate is not None and not state.awaiting:
-            model = strategy.global_model(state)
-            # It may do with its copy as it likes; the last one is the run's.
-            scores = _scores(evaluate(copy_network(model)))
-            scores_text = "".join(f", {name} {value:.4g}" for name, value in scores.items())
-            tell(f"{round.label}{scores_text}", round.done, round.total)
-            record |= scores
-        records = [*records, record]
-        if checkpoint is not None:
-            write_state(checkpoint, state, records, strategy.settings())
-        if not state.awaiting:
-            listeners.tell("round_finished", record)
-    run = Run(strategy.global_model(state) if model is None else model, state, records)
-    listeners.tell("run_finished", run)
-    return run
+        self.seats.table = dict(saved.seats)
+        log.info("%s holds %d of %d rounds", self.checkpoint, state.round, self.strategy.rounds)
+        return state, saved.records
+
+    def run(self, state: State, records: Records) -> Run:
+        """All rounds that are left."""
+        while not self.strategy.finished(state):
+            state, record = self._message(state)
+            if records and records[-1]["round"] == record["round"]:
+                record = _joined(records.pop(), record)
+            records = [*records, record]
+            if self.checkpoint is not None:
+                write_state(self.checkpoint, state, records, self.settings, self.seats.table)
+            if not state.awaiting:
+                self.listeners.tell("round_finished", record)
+        model = self.strategy.global_model(state) if self.model is None else self.model
+        asked = {name: seat.asked for name, seat in self.seats.table.items()}
+        run = Run(model, state, records, asked)
+        self.listeners.tell("run_finished", run)
+        return run
+
+    def _message(self, state: State) -> tuple[State, Record]:
+        """One message to clients and their answers: a round, or a part of one."""
+        first = not state.awaiting
+        if first:
+            state = self.strategy.forget(state, self.seats.forgotten())
+        present = self.clients()
+        chosen = self.strategy.select(state, present)
+        if first:
+            self.listeners.tell("round_started", state.round + 1, tuple(chosen))
+        round = Round(self.strategy, state, chosen, self.acceptance, self.tell)
+        after, record = self.carry(round)
+        if first:
+            self.seats.close_round(present, chosen, round.samples)
+        record["widths"] = list(after.form.widths.values())
+        if self.evaluate is not None and not after.awaiting:
+            record |= self._evaluated(round, after, self.evaluate)
+        return after, record
+
+    def _evaluated(self, round: Round, state: State, evaluate: Evaluate) -> dict[str, float]:
+        self.model = self.strategy.global_model(state)
+        # It may do with its copy as it likes; the last one is the run's.
+        scores = _scores(evaluate(copy_network(self.model)))
+        scores_text = "".join(f", {name} {value:.4g}" for name, value in scores.items())
+        self.tell(f"{round.label}{scores_text}", round.done, round.total)
+        return scores
 
 
 def _joined(before: Record, record: Record) -> Record:
-    """One record of all messages of a round."""
+    """One record of all messages of a round: widths and scores are those after the last one."""
     added = {name: before[name] + record[name] for name in ("bytes_down", "bytes_up", "seconds")}
     return {
         **before,
+        **{name: value for name, value in record.items() if value is not None},
         **{name: round(value, 3) for name, value in added.items()},
         "clients": max(before["clients"], record["clients"]),
         "refused": {**before["refused"], **record["refused"]},
         "messages": before.get("messages", 1) + 1,
     }
-
-
-def _check_same_run(
-    checkpoint: Path, written: Mapping[str, Any], expected: Mapping[str, Any]
-) -> None:
-    for name in expected:
-        if written.get(name) != expected[name]:
-            raise InputError(
-                f"{checkpoint} is of another run: {name} was {written.get(name)}, now it is "
-                f"{expected[name]}; give another checkpoint, or remove it"
-            )
 
 
 def _scores(values: object) -> dict[str, float]:

@@ -1,27 +1,27 @@
 """A federation in one process, or in a few of one machine.
 
-Hides: worker processes. Promises: the model that a real federation would come to.
+Hides: worker processes. Promises: the model that a real federation would come to; whatever a
+client's work raises, but the user's Ctrl-C, is one failed client.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from nafi.errors import InputError, NafiError
+from nafi.errors import InputError
 from nafi.federated.acceptance import Acceptance
 from nafi.federated.callbacks import Callback
+from nafi.federated.client import Trainer
 from nafi.federated.messages import task_from, task_to, update_from, update_to
 from nafi.federated.run import Evaluate, Outcome, Progress, Run, conduct
+from nafi.federated.seats import EXPIRE, Seats
 from nafi.federated.strategy import Strategy, Task, Update
-from nafi.options import whole
-from nafi.workers import begin_worker
+from nafi.options import number, optional, whole
+from nafi.workers import Workers, as_failure
 
 Work = Callable[[str, Task], tuple[Update, float]]
 # Does several clients' tasks: (client, task) pairs in, outcomes in the same order out.
@@ -34,12 +34,14 @@ def simulate(
     work: Work,
     *,
     workers: int = 1,
+    deadline: float | None = None,
     evaluate: Evaluate | None = None,
     checkpoint: Path | str | None = None,
     resume: bool = False,
     acceptance: Acceptance | None = None,
     progress: Progress | None = None,
     callbacks: Sequence[Callback] = (),
+    expire: int | None = EXPIRE,
 ) -> Run:
     """Run a strategy to its end.
 
@@ -52,8 +54,13 @@ def simulate(
         deliver one that can be used, or the run ends with a `QuorumError`. Its classes are by
         default those of `work`, if that is a `Trainer`
     workers: processes that train; 1 is this one
+    deadline: seconds for a client's task, after which the client has failed and its process is
+        replaced. It needs several workers: nothing can stop what this process itself is at
     progress: called with (what is done, steps done, steps in all)
     callbacks: told when a round starts, when it is finished with its record, and when all are
+    expire: rounds in a row after which a client that is away, or is asked and does not deliver, is
+        forgotten: what the strategy keeps of it is dropped, and it comes back as a new one. None
+        for never
 
     A record has the round, its clients, who was refused and why, bytes down and up, counted from
     the tensors that are sent, seconds, the clients' mean loss, the widths that clients train next,
@@ -61,12 +68,18 @@ def simulate(
     """
     names = list(clients)
     whole(1).check(workers, "workers")
+    optional(number(above=0)).check(deadline, "deadline")
+    if deadline is not None and workers == 1:
+        raise InputError(
+            "deadline: a client that works in this process cannot be stopped; give workers=2 or "
+            "more, or leave deadline out"
+        )
     if not names or len(set(names)) < len(names):
         raise InputError(f"clients: found {names!r}, expected names that differ")
     rules = acceptance or Acceptance()
     if rules.classes is None:
         rules = replace(rules, classes=getattr(work, "classes", None))
-    with _crew(work, workers) as crew:
+    with _crew(work, workers, deadline) as crew:
         return conduct(
             strategy,
             lambda: names,
@@ -77,87 +90,42 @@ def simulate(
             resume=resume,
             progress=progress,
             callbacks=callbacks,
+            seats=Seats(expire),
+            facts=work.facts() if isinstance(work, Trainer) else None,
+            sizes=work.sizes() if isinstance(work, Trainer) else None,
         )
 
 
 @contextmanager
-def _crew(work: Work, workers: int) -> Iterator[Crew]:
+def _crew(work: Work, workers: int, deadline: float | None) -> Iterator[Crew]:
     if workers == 1:
         yield lambda tasks: (_tried(work, client, task) for client, task in tasks)
         return
-    pool = _Pool(work, workers)
-    try:
-        yield pool.outcomes
-    finally:
-        pool.close()
-
-
-_Future = Future[tuple[bytes, float]]
-_Sent = tuple[str, bytes, _Future]
-
-
-class _Pool:
-    """Worker processes that are replaced when one of them dies."""
-
-    def __init__(self, work: Work, workers: int) -> None:
-        self.work, self.workers = work, workers
-        self.processes = self._started()
-
-    def outcomes(self, tasks: Iterator[tuple[str, Task]]) -> Iterator[Outcome]:
-        """In the order of the tasks; few more than there are workers are under way at a time."""
-        waiting: deque[_Sent] = deque()
-        for client, task in tasks:
-            content = task_to(task)
-            waiting.append((client, content, self._submitted(client, content)))
-            if len(waiting) > 2 * self.workers:
-                yield self._result(*waiting.popleft())
-        while waiting:
-            yield self._result(*waiting.popleft())
-
-    def close(self) -> None:
-        self.processes.shutdown(wait=False, cancel_futures=True)
-
-    def _result(self, client: str, content: bytes, future: _Future) -> Outcome:
-        try:
-            try:
-                answer, loss = future.result()
-            except BrokenProcessPool:
-                # A process died, and took the tasks of all others with it: once more, alone.
-                answer, loss = self._submitted(client, content).result()
-            return update_from(answer), loss
-        except Exception as error:
-            return error
-
-    def _submitted(self, client: str, content: bytes) -> _Future:
-        for _ in range(2):
-            try:
-                return self.processes.submit(_do, client, content)
-            except BrokenProcessPool:
-                self.close()
-                self.processes = self._started()
-        raise NafiError("worker processes die as soon as they are started")
-
-    def _started(self) -> ProcessPoolExecutor:
-        # Fresh processes: forked ones would inherit the state of torch's threads.
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self.workers, context, _begin, (self.work,))
+    with Workers(workers, partial(_do, work), deadline) as pool:
+        yield lambda tasks: map(_outcome, pool.results((c, task_to(task)) for c, task in tasks))
 
 
 def _tried(work: Work, client: str, task: Task) -> Outcome:
     try:
         return work(client, task)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a client that wants to end the process fails alone
+        return as_failure(error)
+
+
+def _do(work: Work, message: tuple[str, bytes]) -> tuple[bytes, float]:
+    """A client's task in a worker process."""
+    client, content = message
+    update, loss = work(client, task_from(content))
+    return update_to(update), loss
+
+
+def _outcome(answer: tuple[bytes, float] | Exception) -> Outcome:
+    try:
+        if isinstance(answer, Exception):
+            raise answer
+        content, loss = answer
+        return update_from(content), loss
     except Exception as error:
         return error
-
-
-_work: list[Work] = []
-
-
-def _begin(work: Work) -> None:
-    begin_worker()
-    _work.append(work)
-
-
-def _do(client: str, content: bytes) -> tuple[bytes, float]:
-    update, loss = _work[0](client, task_from(content))
-    return update_to(update), loss

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from operator import add
@@ -177,6 +177,12 @@ class Strategy(Options, ABC, Generic[StateOf]):
     def global_model(self, state: StateOf) -> nn.Module:
         """What `model` gives, with the last layer that was solved for it."""
         return load_tensors(self.model(state), state.head)
+
+    def forget(self, state: StateOf, clients: Collection[str]) -> StateOf:
+        """The state without what it holds of these clients alone, in `members` if it has them."""
+        members = getattr(state, "members", {})
+        kept: Any = {name: member for name, member in members.items() if name not in clients}
+        return state if len(kept) == len(members) else replace(state, **{"members": kept})
 
     def check_state(self, state: StateOf) -> None:
         """Refuse a state, as read from a file, that is none of this strategy."""

@@ -2,6 +2,7 @@
 
 from nafi.graph.blocks import Block, blocks
 from nafi.graph.check import check_spec
+from nafi.graph.fingerprint import fingerprint, without_addresses
 from nafi.graph.groups import SpecWarning, groups
 from nafi.graph.growth import Growth, growth
 from nafi.graph.inputs import (
@@ -89,6 +90,7 @@ __all__ = [
     "equal_widths",
     "estimate_spectral",
     "evaluating",
+    "fingerprint",
     "first_line",
     "fold_batchnorm",
     "gains_of_directions",
@@ -125,4 +127,5 @@ __all__ = [
     "unwrapped",
     "watch",
     "widened",
+    "without_addresses",
 ]
