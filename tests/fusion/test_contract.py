@@ -199,6 +199,7 @@ def test_what_a_method_does_not_use_is_refused(method: str) -> None:
         ("nafi", "seed", -1),
         ("nafi", "max_width", 0),
         ("nafi", "max_width", float("inf")),
+        ("nafi", "max_width", 1e308),
         ("nafi", "max_width", {"layers.0": "x"}),
         ("nafi", "clip", 0.0),
         ("nafi", "trim", 0.5),

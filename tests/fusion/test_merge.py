@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import nafi
 from nafi.errors import InputError
 from nafi.fusion.clients import check_clients
-from nafi.fusion.merge import merge_tensors
-from nafi.fusion.networks import prepare_networks
+from nafi.fusion.layer_sums import owned_outputs
+from nafi.fusion.merge import finished_network, merge_tensors, merged_network
+from nafi.fusion.networks import Networks, prepare_networks
 from nafi.graph.lift import Positions, Shares, lift
 from tests.fusion.networks import MLP, seeded
 
@@ -62,6 +66,15 @@ def expected_by_loops(models: list[MLP]) -> dict[str, np.ndarray]:
             for j, value in enumerate(states[s]["layers.2.weight"][k]):
                 weight[k, PLACES[s]["layers.1"][j]] += shares[s, k] * value
     return {**result, "layers.2.weight": weight, "layers.2.bias": bias}
+
+
+def test_outputs_are_a_client_s_own_where_its_neurons_are() -> None:
+    clients = check_clients(two_clients(), None, None, None)
+    networks = prepare_networks(clients, INPUTS, None, "attach")
+    for spec, places, own in zip(networks.specs, placements(), PLACES, strict=True):
+        axes = spec.tensors["layers.0.bias"].axes
+        found = owned_outputs((axes, torch.tensor([[4, 3, 2, 1, 0]])), spec, places)
+        assert found.tolist() == [[place in own["layers.0"] for place in (4, 3, 2, 1, 0)]]
 
 
 def test_merging_equals_plain_loops() -> None:
@@ -168,3 +181,72 @@ def test_shares_keep_the_function_of_doubled_neurons() -> None:
 def test_class_counts_must_fit_the_outputs() -> None:
     with pytest.raises(InputError, match="found 5 classes, but no layer"):
         nafi.fuse(two_clients(), INPUTS, class_counts=[[1] * 5] * 2)
+
+
+def normed(seed: int) -> nn.Sequential:
+    """Three neurons whose normalisation has numbers of its own everywhere."""
+    torch.manual_seed(seed)
+    norm = nn.BatchNorm1d(3)
+    for tensor in (norm.weight.data, norm.bias.data, norm.running_mean, norm.running_var):
+        assert tensor is not None
+        tensor.uniform_(0.5, 2.0)
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.fill_(10 + 6 * seed)
+    return nn.Sequential(nn.Linear(4, 3), norm, nn.ReLU(), nn.Linear(3, 2)).eval()
+
+
+# Five places; both own place 2, nobody owns place 4.
+NORMED_PLACES = [[0, 2, 3], [2, 1, 0]]
+OWNERS = {0: [(0, 0), (1, 2)], 1: [(1, 1)], 2: [(0, 1), (1, 0)], 3: [(0, 2)]}
+
+
+def normed_networks(batchnorm: str) -> tuple[list[nn.Sequential], Networks]:
+    models = [normed(s) for s in range(2)]
+    clients = check_clients(models, None, None, None)
+    return models, prepare_networks(clients, INPUTS, None, batchnorm)
+
+
+def normed_places() -> list[dict[str, Positions]]:
+    return [{"0": Positions(torch.tensor(places), 5)} for places in NORMED_PLACES]
+
+
+def owners_mean(models: list[nn.Sequential], name: str, place: int) -> float:
+    found = [float(models[s].state_dict()[name][own]) for s, own in OWNERS[place]]
+    return sum(found) / len(found)
+
+
+def test_normalisation_is_put_back_with_the_moments_that_owners_claim() -> None:
+    models, networks = normed_networks("attach")
+    merged = merged_network(networks, normed_places(), {"0": 5}, restore_norm=False)
+    found, *_ = finished_network(networks, normed_places(), {"0": 5}, merged)
+    norm = found.get_submodule("1")
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    for place in OWNERS:
+        mean, gain = (owners_mean(models, f"1.{kind}", place) for kind in ("bias", "weight"))
+        assert float(norm.running_mean[place]) == pytest.approx(mean, rel=1e-5)
+        assert float(norm.running_var[place]) == pytest.approx(gain**2, rel=1e-4)
+    assert torch.allclose(found(INPUTS[0]), merged(INPUTS[0]), atol=1e-5)
+
+
+def test_normalisation_is_put_back_with_the_moments_that_a_probe_shows() -> None:
+    _, networks = normed_networks("attach")
+    probe = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
+    networks = replace(networks, probe=(probe,))
+    merged = merged_network(networks, normed_places(), {"0": 5}, restore_norm=False)
+    found, *_ = finished_network(networks, normed_places(), {"0": 5}, merged)
+    norm, made = found.get_submodule("1"), merged.get_submodule("0")(probe).detach()
+    owned = list(OWNERS)
+    mean, variance = made.mean(dim=0), made.var(dim=0, correction=0)
+    torch.testing.assert_close(norm.running_mean[owned], mean[owned])
+    torch.testing.assert_close(norm.running_var[owned], variance[owned], rtol=1e-3, atol=1e-4)
+
+
+def test_normalisation_that_is_averaged_is_neutral_where_nobody_has_a_neuron() -> None:
+    models, networks = normed_networks("average")
+    found = merge_tensors(networks.merging, normed_places(), restore_norm=False)
+    for kind, neutral in (("weight", 0), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
+        expected = [owners_mean(models, f"1.{kind}", place) for place in OWNERS]
+        torch.testing.assert_close(found[f"1.{kind}"], torch.tensor([*expected, neutral]))
+    assert found["1.num_batches_tracked"].equal(torch.tensor(10))  # no number to average

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -35,6 +36,23 @@ def test_statistics_of_two_halves_are_those_of_the_whole() -> None:
         assert torch.allclose(getattr(halves, name), getattr(whole, name)), name
     assert torch.allclose(whole.gram, inputs.mT @ inputs)
     assert torch.allclose(whole.cross, inputs.mT @ targets)
+
+
+def test_outputs_of_sums_are_those_of_the_inputs() -> None:
+    """Mean and deviation of what a layer makes, and the sums with that as their targets."""
+    draw = torch.Generator().manual_seed(0)
+    inputs = 3 + torch.randn(2, 40, 5, dtype=torch.float64, generator=draw)
+    weights = torch.randn(2, 5, 3, dtype=torch.float64, generator=draw)
+    biases = torch.randn(2, 3, dtype=torch.float64, generator=draw)
+    made = inputs @ weights + biases[:, None]
+    sums = LayerStatistics.of(inputs, torch.zeros(2, 40, 3, dtype=torch.float64))
+    deviation, mean = torch.std_mean(made, dim=1, correction=0)
+    for found, expected in zip(sums.outputs(weights, biases), (mean, deviation), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    found, expected = sums.towards(weights, biases), LayerStatistics.of(inputs, made)
+    for field in fields(LayerStatistics):
+        one, two = getattr(found, field.name), getattr(expected, field.name)
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
 def test_large_means_do_not_hide_small_differences() -> None:

@@ -281,10 +281,15 @@ def test_public_code_popularity_changes_the_outcome_by_name() -> None:
 
 
 def test_summary_names_what_matters() -> None:
-    text = str(nafi.match(noisy_subsets(0)))
-    assert text.startswith("30 neurons of 5 models -> ")
-    assert "converged after" in text
-    assert len(text.splitlines()) == 3
+    found = nafi.match(noisy_subsets(0))
+    first, second, third = str(found).splitlines()
+    owners = [sum(s >= 0 for s in row) for row in found.owners()]
+    assert first.startswith(f"30 neurons of 5 models -> {found.width} global neurons")
+    assert f"owned by one model: {owners.count(1)}, by all: {owners.count(5)}," in second
+    assert len(found.history) == 2  # before all sweeps, and after the only one
+    assert third.startswith("converged after 1 sweep, objective")
+    unswept = str(nafi.match(noisy_subsets(0), sweeps=0)).splitlines()
+    assert unswept[2].startswith("not converged after 0 sweeps, objective")
 
 
 @pytest.mark.parametrize("divergence", ["kl", "jeffreys", "hellinger", "wasserstein2"])

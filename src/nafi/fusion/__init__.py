@@ -40,7 +40,7 @@ from nafi.fusion.probe import PROBE_LIMIT, made_up_count, read_probe
 from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import Agreement, Body, FusionResult, Scores
-from nafi.fusion.screen import Screen, as_real
+from nafi.fusion.screen import CHANGES_AGREE, Screen, as_real
 from nafi.fusion.stack import Stack
 from nafi.fusion.statistics import (
     RIDGES,
@@ -55,6 +55,7 @@ from nafi.graph import calibrate
 
 __all__ = [
     "BUDGETS",
+    "CHANGES_AGREE",
     "METHODS",
     "PROBE_LIMIT",
     "RIDGES",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.fusion.networks import Networks
-from nafi.fusion.screen import Screen, as_real
+from nafi.fusion.screen import NETWORKS_AGREE, Screen, as_real
 from nafi.graph import (
     ModelSpec,
     OutputMoments,
@@ -52,12 +52,15 @@ def merge_tensors(
     spec, clients = networks.spec, networks.clients
     clients.check_classes(spec)
     merged: dict[str, Tensor] = {}
-    for name in spec.tensors if names is None else names:
+    chosen = list(spec.tensors if names is None else names)
+    trimming = screen if screen is not None and screen.trim else None
+    heard = None if trimming is None else _heard(networks, placements, chosen, trimming)
+    for name in chosen:
         dtype = networks.states[0][name].dtype
         if not holds_numbers(networks.states[0][name]):
             merged[name] = _first_owner(networks, placements, name)
             continue
-        sums = _Trimmed(screen) if screen is not None and screen.trim else _Sums()
+        sums = _Sums() if trimming is None or heard is None else _Trimmed(trimming, heard)
         for s, weight in enumerate(clients.weights_of(spec.tensors[name])):
             sums.add(networks, placements[s], name, s, torch.as_tensor(weight))
         mean = sums.mean(spec.tensors[name].neutral)
@@ -65,6 +68,28 @@ def merge_tensors(
             mean /= sums.shrinkage(mean)
         merged[name] = mean.to(dtype)
     return merged
+
+
+def _heard(
+    networks: Networks, placements: Sequence[Placements], names: Sequence[str], screen: Screen
+) -> Tensor:
+    """(S,) which clients are heard: those whose neurons are like the ones they were matched with.
+
+    Every layer is asked, and a client that contradicts the others in one is not heard in any.
+    """
+    heard = torch.ones(len(placements), dtype=torch.bool)
+    for name in names:
+        if not holds_numbers(networks.states[0][name]) or not networks.spec.tensors[name].columns:
+            continue
+        values, present = [], []
+        for state, spec, places in zip(networks.states, networks.specs, placements, strict=True):
+            tensor = as_real(state[name], name)
+            values.append(lift(tensor, name, spec, places).flatten())
+            present.append(lift(torch.ones_like(tensor), name, spec, places).flatten() > 0)
+        about = screen.heard(torch.stack(values), torch.stack(present), NETWORKS_AGREE)
+        if int((~(heard & about)).sum()) <= screen.cut(len(heard)):
+            heard &= about
+    return heard
 
 
 def merged_network(
@@ -155,6 +180,7 @@ class _Trimmed:
     """The same, without the clients at either end of each number."""
 
     screen: Screen
+    heard: Tensor
     values: list[Tensor] = field(default_factory=list)
     present: list[Tensor] = field(default_factory=list)
     owners: list[Tensor] = field(default_factory=list)
@@ -169,7 +195,7 @@ class _Trimmed:
         self.values.append(lift(as_real(tensor, name), name, spec, placements))
         self.present.append(lift(whole, name, spec, placements) > 0)
         self.owners.append(lifted_rows(name, spec, placements) > 0)
-        self.weights.append(weight)
+        self.weights.append(weight * self.heard[index])
         self.rest = spec.tensors[name].columns
 
     def mean(self, neutral: float) -> Tensor:
@@ -179,7 +205,7 @@ class _Trimmed:
         are claims, so that shares are counted by heads.
         """
         present, owners, weights = map(torch.stack, (self.present, self.owners, self.weights))
-        average = self.screen.mean(torch.stack(self.values), present, weights)
+        average = self.screen.mean(torch.stack(self.values), present, weights, self._cut)
         say = owners & (weights > 0)
         rows = say.expand(present.shape).sum(dim=0)
         having = (present & say).sum(dim=0)
@@ -189,9 +215,16 @@ class _Trimmed:
 
     def shrinkage(self, mean: Tensor) -> Tensor:
         norms = torch.stack([_norm(value, self.rest) for value in self.values])
-        members = self.screen.mean(norms, torch.stack(self.owners), torch.stack(self.weights))
+        members = self.screen.mean(
+            norms, torch.stack(self.owners), torch.stack(self.weights), self._cut
+        )
         norms_now = _norm(mean, self.rest)
         return torch.where((members > 0) & (norms_now > 0), norms_now / members, 1.0)
+
+    @property
+    def _cut(self) -> int:
+        """How many may still be harmful of those that are heard."""
+        return max(0, self.screen.cut(len(self.heard)) - int((~self.heard).sum()))
 
 
 def _norm(tensor: Tensor, axes: Sequence[int]) -> Tensor:

@@ -7,7 +7,6 @@ the rebuilt network can run with.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 from numbers import Integral, Real
 
 from nafi.errors import InputError
@@ -26,11 +25,14 @@ def _is_limit(value: object) -> bool:
         return all(isinstance(name, str) and _is_limit(limit) for name, limit in value.items())
     if value is None:
         return True
-    return not isinstance(value, bool) and isinstance(value, Real) and 0 < float(value) < inf
+    return not isinstance(value, bool) and isinstance(value, Real) and bool(0 < value <= WIDEST)  # type: ignore[operator]
 
 
+# More neurons, or times as many, than any network has.
+WIDEST = 10**9
 MAX_WIDTH = Constraint(
-    _is_limit, "a number of neurons, a float as a factor, or either by group, above 0"
+    _is_limit,
+    "a number of neurons, a float as a factor, or either by group, above 0 and at most 1e9",
 )
 
 
