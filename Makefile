@@ -6,8 +6,8 @@ PIP := $(BIN)/pip --disable-pip-version-check
 THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo docs test test-fast test-machines test-browser test-federation fuzz lint bench \
-	support-matrix format venv clean
+.PHONY: demo docs test test-fast test-machines test-browser test-federation fuzz soak mutants lint \
+	bench support-matrix format venv clean
 
 demo: .venv/ready
 	$(BIN)/nafi demo
@@ -38,6 +38,15 @@ fuzz: .venv/ready-dev
 	@seed=$${SEED:-$$(date +%s)}; echo "make fuzz SEED=$$seed"; \
 	NAFI_FUZZ_CASES=10000 $(THREADS) $(PYTEST) \
 		--hypothesis-profile=random --hypothesis-seed=$$seed tests/fuzz
+
+# 200 rounds in which clients fail and processes are killed, for each of two strategies, and the
+# same runs undisturbed; less than a quarter of an hour.
+soak: .venv/ready-dev
+	$(THREADS) $(BIN)/python tools/soak.py
+
+# How many small mistakes in the core the tests would notice: SAMPLE mutants of each part, half an hour.
+mutants: .venv/ready-dev
+	$(THREADS) $(BIN)/python tools/mutants.py --sample $(or $(SAMPLE),40)
 
 # A federation over TLS with node keys, on this machine, through faults; some minutes.
 test-federation: .venv/ready-dev

@@ -140,8 +140,8 @@ def test_the_commands_of_the_readme_run(clients_folder: Path) -> None:
         if words[0] == "statistics" and place.startswith("README.md"):  # so do the other clients
             for other in ("b.stats", "c.stats"):
                 shutil.copy("a.stats", other)
-    assert nafi.load("solved.safetensors")(torch.zeros(2, 64)).shape == (2, 10)
-    assert nafi.load("fused.safetensors")(torch.zeros(2, 64)).shape == (2, 10)
+    assert nafi.load("solved.safetensors", "mine:network")(torch.zeros(2, 64)).shape == (2, 10)
+    assert nafi.load("fused.safetensors", "mine:network")(torch.zeros(2, 64)).shape == (2, 10)
     assert (clients_folder / "fused.html").exists()
     assert (clients_folder / "hospitals" / "README.md").exists()
 
