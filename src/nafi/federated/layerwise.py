@@ -51,7 +51,7 @@ from nafi.fusion import (
 )
 from nafi.graph import (
     ModelSpec,
-    Positions,
+    Placements,
     attach_batchnorm,
     fold_batchnorm,
     in_order,
@@ -60,7 +60,7 @@ from nafi.graph import (
 from nafi.options import SWITCH, number, one_of, option
 
 Pairs = Sequence[tuple[str, str]]
-Places = Sequence[Mapping[str, Positions]]
+Places = Sequence[Placements]
 # Weight -> what every client summed of what its layer reads.
 Moments = Mapping[str, Sequence[LayerStatistics]]
 
@@ -437,7 +437,7 @@ def _followed(
     model: nn.Module,
     spec: ModelSpec,
     pairs: Pairs,
-    placements: Mapping[str, Positions],
+    placements: Placements,
     settled: Tensors,
 ) -> dict[str, Tensor]:
     """A client's tensors that are not settled, in the global order of the matched groups."""

@@ -26,6 +26,7 @@ from nafi.matching import DIVERGENCES
 from nafi.options import number, one_of, one_or_several, option, optional
 
 DIRECTIONS = ("bottom-up", "top-down")
+BASES = ("rotated", "ordered")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class Bayesian(MatchingOptions, AligningMethod):
         either by group name. With a probe, as many are kept apart as differ, up to this
     budget: instead, the largest factor that keeps the whole network within "2.0 params" or
         "2.0 flops", times one client's, or a size such as "300 kB". A list needs validate=
+    bases: where nothing acts on neurons one by one, as in the residual stream of a transformer and
+        within its heads, there are bases instead of neurons: "rotated" turns those of all models
+        into a common one, "ordered" only looks for an order
     match_by: with a probe, "responses" to it, or "weights" as without one
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the
@@ -54,6 +58,7 @@ class Bayesian(MatchingOptions, AligningMethod):
     max_width: MaxWidth = option(MAX_WIDTH, None)
     budget: str | float | Sequence[str | float] | None = option(one_or_several(BUDGET), None)
     match_by: str = option(one_of(("responses", "weights")), "responses")
+    bases: str = option(one_of(BASES), "rotated")
     clip: float | None = option(optional(number(above=0)), None)
     trim: float = option(number(at_least=0, below=0.5), 0.0)
 
@@ -71,6 +76,8 @@ class Bayesian(MatchingOptions, AligningMethod):
         networks = super().prepare(clients, example_inputs, spec)
         networks.clients.check_classes(networks.spec)
         check_moments(networks)
+        if self.bases == "rotated" and not networks.batchnorm.merges_unfolded:
+            networks = networks.in_canonical_bases()
         return networks.screened(self.screen)
 
     def align(self, networks: Networks, progress: Progress) -> Alignment:

@@ -18,7 +18,8 @@ from nafi.fusion.heads import comparable
 from nafi.fusion.method import Alignment, Progress
 from nafi.fusion.networks import Networks
 from nafi.fusion.responses import response_table
-from nafi.graph import ModelSpec, Positions, equal_widths
+from nafi.fusion.rotation import circuit_table, common_bases
+from nafi.graph import Freedom, ModelSpec, Placement, Positions, equal_widths
 from nafi.matching import POPULARITY, Index, Matching, match
 from nafi.options import Options, number, one_of, option, optional, whole
 
@@ -103,7 +104,7 @@ class Descent:
     moments: Moments = field(default_factory=dict)
     matched: Collection[str] = ()
     match_by: str = "weights"
-    placements: list[dict[str, Positions]] = field(default_factory=list)
+    placements: list[dict[str, Placement]] = field(default_factory=list)
     matchings: dict[str, Matching] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -137,13 +138,17 @@ class Descent:
         for tie in self.networks.tied_widths:
             for name, width in equal_widths(tie, self.widths).items():
                 for placements in self.placements:
-                    placements[name] = Positions(placements[name].index, width)
+                    place = placements[name]
+                    assert isinstance(place, Positions)
+                    placements[name] = Positions(place.index, width)
 
     def step(self, group: str) -> None:
         """Match one group, and those within it."""
         spec = self.networks.spec
         inside = spec.children(group)
-        if spec.groups[group].parent is not None:
+        if self.networks.freedom(group) is not Freedom.ORDER:
+            self._rotate(group)
+        elif spec.groups[group].parent is not None:
             self._match_within(group)
         else:
             table = self._table(group)
@@ -155,6 +160,9 @@ class Descent:
 
     def _table(self, group: str) -> NeuronTable:
         """What the neurons of a group are compared by."""
+        circuits = circuit_table(self.networks, group, self.placements)
+        if circuits is not None:
+            return circuits
         table = response_table(self.networks, group) if self.match_by == "responses" else None
         return table or comparable(self.networks, group, self.placements, self.moments)
 
@@ -172,6 +180,16 @@ class Descent:
                     matching = self.options.match(ranked, limit, noise * factor)
         by_client = dict(zip(ranking, matching.assignments, strict=True))
         return replace(matching, assignments=tuple(by_client[s] for s in range(len(ranking))))
+
+    def _rotate(self, group: str) -> None:
+        """Turn the bases of all clients into a common one."""
+        parent = self.networks.spec.groups[group].parent
+        owners = None if parent is None else self._owners(parent)
+        rotations = common_bases(
+            self.networks, group, self.placements, owners, self.match_by == "responses"
+        )
+        for placements, rotated in zip(self.placements, rotations, strict=True):
+            placements[group] = rotated
 
     def _match_within(self, group: str) -> None:
         """Match the neurons within each member of the parent, on one scale for all of them."""
@@ -195,7 +213,9 @@ class Descent:
         """For each global neuron the clients that have it, by rank, and which of theirs it is."""
         owned: list[list[tuple[int, int]]] = [[] for _ in range(self.placements[0][group].width)]
         for s in self.networks.ranking:
-            for local, place in enumerate(self.placements[s][group].index.tolist()):
+            of_client = self.placements[s][group]
+            assert isinstance(of_client, Positions)
+            for local, place in enumerate(of_client.index.tolist()):
                 owned[place].append((s, local))
         return owned
 
@@ -220,9 +240,9 @@ def next_group(networks: Networks, direction: str, matched: Sequence[str]) -> st
     return max(left, key=lambda name: known_share(networks, name, matched))
 
 
-def in_place(spec: ModelSpec, groups: Iterable[str]) -> dict[str, Positions]:
+def in_place(spec: ModelSpec, groups: Iterable[str]) -> dict[str, Placement]:
     """Every neuron of some groups where it is."""
-    places = {}
+    places: dict[str, Placement] = {}
     for name in groups:
         width, parent = spec.groups[name].width, spec.groups[name].parent
         index = torch.arange(width)

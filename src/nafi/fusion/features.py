@@ -95,7 +95,7 @@ def comparable_columns(
     for s, spec in enumerate(networks.specs):
         of_model = [_stretches(networks, spec, group)[k] for k in chosen]
         parts = [
-            real_rows(rows_first(_lifted(networks, s, stretch, placements[s]), stretch.rows))
+            real_rows(rows_first(lifted_columns(networks, s, stretch, placements[s]), stretch.rows))
             for stretch in of_model
         ]
         weights.append(
@@ -134,7 +134,7 @@ def summary(networks: Networks, group: str, placements: Sequence[Placements]) ->
                 and factor not in placements[s]
                 and dim not in stretch.rows
             ]
-            lifted = _lifted(networks, s, stretch, placements[s])
+            lifted = lifted_columns(networks, s, stretch, placements[s])
             sums = [lifted.sum(unknown, True), lifted.abs().square().sum(unknown, True).sqrt()]
             parts += [real_rows(rows_first(reduced, stretch.rows)) for reduced in sums]
         neurons.append(np.concatenate(parts, axis=1))
@@ -160,7 +160,7 @@ def _stretches(networks: Networks, spec: ModelSpec, group: str) -> list[Stretch]
     return learnt or stretches(spec, group, numbers)
 
 
-def _lifted(networks: Networks, s: int, stretch: Stretch, placements: Placements) -> Tensor:
+def lifted_columns(networks: Networks, s: int, stretch: Stretch, placements: Placements) -> Tensor:
     """A client's block with its columns, not its rows, where they go."""
     spec = networks.specs[s]
     unfolded = stretch.block.unfold(networks.states[s][stretch.tensor], spec.widths)

@@ -25,6 +25,7 @@ from nafi.graph import (
     lift_axes,
     lifted_rows,
     measured_moments,
+    owned,
     widened,
 )
 
@@ -85,7 +86,7 @@ def _heard(
         for state, spec, places in zip(networks.states, networks.specs, placements, strict=True):
             tensor = as_real(state[name], name)
             values.append(lift(tensor, name, spec, places).flatten())
-            present.append(lift(torch.ones_like(tensor), name, spec, places).flatten() > 0)
+            present.append(lift(torch.ones_like(tensor), name, spec, owned(places)).flatten() > 0)
         about = screen.heard(torch.stack(values), torch.stack(present), NETWORKS_AGREE)
         if int((~(heard & about)).sum()) <= screen.cut(len(heard)):
             heard &= about
@@ -134,7 +135,8 @@ def _output_moments(
         for claim, spec, places in zip(claims, networks.specs, placements, strict=True):
             axes = spec.tensors[f"{layer}.bias".removeprefix(".")].axes
             total = total + lift_axes(torch.stack(claim[norm]), axes, spec, places)
-            owners = owners + lift_axes(torch.ones_like(claim[norm][0])[None], axes, spec, places)
+            one = torch.ones_like(claim[norm][0])[None]
+            owners = owners + lift_axes(one, axes, spec, owned(places))
         mean, deviation = total / owners.clamp(min=1)
         moments[norm] = mean, deviation
     return moments
@@ -193,7 +195,7 @@ class _Trimmed:
         spec, tensor = networks.specs[index], networks.states[index][name]
         whole = torch.ones(tensor.shape, dtype=torch.float64)
         self.values.append(lift(as_real(tensor, name), name, spec, placements))
-        self.present.append(lift(whole, name, spec, placements) > 0)
+        self.present.append(lift(whole, name, spec, owned(placements)) > 0)
         self.owners.append(lifted_rows(name, spec, placements) > 0)
         self.weights.append(weight * self.heard[index])
         self.rest = spec.tensors[name].columns

@@ -23,7 +23,7 @@ from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.refit import Refit, refit
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
-from nafi.graph import Inputs, ModelSpec, Normalisation, Placement, Positions, Shares
+from nafi.graph import Inputs, ModelSpec, Normalisation, Placement, Positions, Rotated, Shares
 from nafi.matching import Index, Matching
 from nafi.options import SWITCH, Options, is_listed, one_of, option
 
@@ -191,5 +191,7 @@ def main_places(placement: Placement) -> Index:
     """The place that most of each neuron goes to."""
     if isinstance(placement, Shares):
         return np.asarray(placement.plan.argmax(dim=1).numpy())
+    if isinstance(placement, Rotated):
+        placement = placement.owned
     assert isinstance(placement, Positions)
     return np.asarray(placement.index.numpy())

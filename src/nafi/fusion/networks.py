@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -20,6 +20,8 @@ from nafi.fusion.clients import Clients
 from nafi.fusion.recording import Recording, record, unlike_rows
 from nafi.fusion.screen import Screen
 from nafi.graph import (
+    Bases,
+    Freedom,
     Growth,
     Inputs,
     ModelSpec,
@@ -28,6 +30,7 @@ from nafi.graph import (
     Tie,
     check_inputs,
     estimate_spectral,
+    free_bases,
     gains_of_directions,
     groups,
     growth,
@@ -53,6 +56,7 @@ class Networks:
     batchnorm: what becomes of normalisation; "average" averages networks as `unfolded` gives them
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
     probe: inputs without labels, if there are any
+    bases: what is free beyond the order of neurons, where that is made use of
     """
 
     clients: Clients
@@ -64,6 +68,7 @@ class Networks:
     batchnorm: Normalisation
     learnt: frozenset[str]
     probe: Inputs | None = None
+    bases: Bases = field(default_factory=Bases)
 
     @property
     def spec(self) -> ModelSpec:
@@ -146,6 +151,23 @@ class Networks:
         states = tuple(_state(_as_used(model)) for model in self.clients.models)
         specs = tuple(self.architecture.fitted(state) for state in states)
         return replace(self, template=self.original, specs=specs, states=states)
+
+    def in_canonical_bases(self) -> Networks:
+        """Networks that do the same, with nothing left of free bases but how they are turned."""
+        assert self.architecture.example_inputs is not None
+        bases = free_bases(self.template, self.spec, self.architecture.example_inputs)
+        if not bases.freedoms:
+            return self
+        states = tuple(
+            bases.canonical(state, spec)
+            for state, spec in zip(self.states, self.specs, strict=True)
+        )
+        return replace(self, bases=bases, states=states)
+
+    def freedom(self, group: str) -> Freedom:
+        """What may be done to a group; where its widths differ, it has an order."""
+        alike = len(set(self.local_widths(group))) == 1
+        return self.bases.freedoms.get(group, Freedom.ORDER) if alike else Freedom.ORDER
 
     def screened(self, screen: Screen) -> Networks:
         """The same with neurons and counts held to what is usual."""

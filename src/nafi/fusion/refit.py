@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nafi.fusion.networks import Networks
 from nafi.fusion.recording import Recording, rows_of, written_axes
 from nafi.fusion.statistics import LayerFit, LayerStatistics, fit_layer
-from nafi.graph import Placements, Product, lift_axes, named_tensors, watch
+from nafi.graph import Placements, Product, lift_axes, named_tensors, owned, watch
 
 # The share of the probe that chooses the ridge.
 HELD_OUT = 0.25
@@ -143,8 +143,8 @@ class _Fitting:
             weight = torch.as_tensor(weights.reshape(form), dtype=written.values.dtype)
             one = torch.ones_like(written.values[:1])
             lifted, present = (
-                lift_axes(values, written.axes, networks.specs[s], places)
-                for values in (written.values, one)
+                lift_axes(values, written.axes, networks.specs[s], where)
+                for values, where in ((written.values, places), (one, owned(places)))
             )
             total, owners = total + weight * lifted, owners + weight * present
         mean = (total / torch.where(owners > 0, owners, 1.0)).flatten(1)

@@ -48,6 +48,18 @@ def response_table(networks: Networks, group: str) -> NeuronTable | None:
     return NeuronTable(neurons, [np.ones(neurons[0].shape[-1])] * len(neurons))
 
 
+def plain_responses(networks: Networks, group: str) -> list[Tensor] | None:
+    """(J, M) for each client what layers read of a group's neurons, as it is; None if none do."""
+    responses = []
+    for recording, spec in zip(networks.recordings, networks.specs, strict=True):
+        seen = [recording.read.get(name) for name in spec.tensors_of(group)]
+        read = _together(seen, spec, group)
+        if read is None:
+            return None
+        responses.append(read.double())
+    return responses
+
+
 def principal_directions(rows: Sequence[Tensor]) -> list[Tensor]:
     """(J_s, D) for each client's (J_s, M), in the principal directions of all of them.
 
@@ -76,11 +88,17 @@ def _responses(recording: Recording, spec: ModelSpec, group: str) -> Tensor | No
 
 
 def _watched(seen: Sequence[Activity | None], spec: ModelSpec, group: str) -> Tensor | None:
+    together = _together(seen, spec, group)
+    return None if together is None else _normalised(together)
+
+
+def _together(seen: Sequence[Activity | None], spec: ModelSpec, group: str) -> Tensor | None:
+    """(..., J, M) what was seen of a group's neurons, at no more than `READ` places or so."""
     parts = [part for activity in seen if activity for part in _parts(activity, spec, group)]
     if not parts:
         return None
     step = -(-sum(part.shape[-1] for part in parts) // READ)
-    return _normalised(torch.cat([part[..., ::step] for part in parts], dim=-1))
+    return torch.cat([part[..., ::step] for part in parts], dim=-1)
 
 
 def _normalised(responses: Tensor) -> Tensor:

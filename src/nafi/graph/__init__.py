@@ -1,5 +1,15 @@
 """Which axes of a network's tensors carry the same neurons; knows nothing of Bayes."""
 
+from nafi.graph.bases import (
+    Bases,
+    Freedom,
+    Side,
+    closest_rotation,
+    free_bases,
+    keeping_mean,
+    rotate,
+    sides,
+)
 from nafi.graph.blocks import Block, blocks
 from nafi.graph.check import check_spec
 from nafi.graph.fingerprint import fingerprint, without_addresses
@@ -20,12 +30,14 @@ from nafi.graph.lift import (
     Placement,
     Placements,
     Positions,
+    Rotated,
     Shares,
     in_order,
     lift,
     lift_axes,
     lift_block,
     lifted_rows,
+    owned,
 )
 from nafi.graph.neurons import Neurons, Role, Stretch, gather, rows_first, scatter, stretches
 from nafi.graph.normalisation import (
@@ -51,9 +63,11 @@ from nafi.graph.weight_norm import gains_of_directions, unit_directions
 
 __all__ = [
     "Axis",
+    "Bases",
     "Block",
     "Call",
     "Convolution",
+    "Freedom",
     "Growth",
     "Inputs",
     "Kept",
@@ -71,8 +85,10 @@ __all__ = [
     "Positions",
     "Product",
     "Role",
+    "Rotated",
     "Segment",
     "Shares",
+    "Side",
     "SpecWarning",
     "Stretch",
     "TensorSpec",
@@ -86,6 +102,7 @@ __all__ = [
     "check_inputs",
     "check_spec",
     "claimed_moments",
+    "closest_rotation",
     "copy_network",
     "equal_widths",
     "estimate_spectral",
@@ -93,6 +110,7 @@ __all__ = [
     "fingerprint",
     "first_line",
     "fold_batchnorm",
+    "free_bases",
     "gains_of_directions",
     "gather",
     "groups",
@@ -100,6 +118,7 @@ __all__ = [
     "has_lazy_layers",
     "holds_numbers",
     "in_order",
+    "keeping_mean",
     "lacks_weights",
     "lift",
     "lift_axes",
@@ -108,18 +127,21 @@ __all__ = [
     "materialise",
     "measured_moments",
     "named_tensors",
+    "owned",
     "permute",
     "permute_state",
     "random_permutations",
     "rebuild",
     "resize_state",
     "returned_tensors",
+    "rotate",
     "rows_first",
     "rule",
     "run_batches",
     "sample_rows",
     "scatter",
     "shared_names",
+    "sides",
     "stretches",
     "tied_limits",
     "unit_directions",

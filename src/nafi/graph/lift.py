@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nafi.graph.blocks import Block, transform
 from nafi.graph.spec import ModelSpec
-from nafi.graph.tensors import UNIT, Axis, Segment, TensorSpec
+from nafi.graph.tensors import UNIT, Axis, Kind, Segment, TensorSpec
 
 
 class Placement(Protocol):
@@ -77,6 +77,37 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
+class Rotated:
+    """Neurons that have no places of their own but only a basis: an orthogonal map mixes them.
+
+    matrix: (J, J) row j says where neuron j goes; for a group with a parent (parent's width, J, J)
+    """
+
+    matrix: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.matrix.shape[-1]
+
+    def spread(self, block: Tensor, dim: int, consumed: bool) -> Tensor:
+        matrix = self.matrix.to(block.dtype)
+        spread: Tensor = torch.tensordot(block, matrix, dims=([dim], [0])).movedim(-1, dim)
+        return spread
+
+    def spread_within(self, block: Tensor, dim: int, parent: int) -> Tensor:
+        """The same with another map for each index along `parent`."""
+        rows = block.movedim((parent, dim), (0, -1))
+        mixed = torch.einsum("p...j,pji->p...i", rows, self.matrix.to(block.dtype))
+        back: Tensor = mixed.movedim((0, -1), (parent, dim))
+        return back
+
+    @property
+    def owned(self) -> Positions:
+        """Whose neurons these are afterwards: whoever has one of them has all."""
+        return Positions(torch.arange(self.width).expand(self.matrix.shape[:-1]), self.width)
+
+
+@dataclass(frozen=True, eq=False)
 class Shares:
     """Each neuron is shared out, as optimal transport does.
 
@@ -121,7 +152,7 @@ def lift_block(
     for dim, group, _ in dims:
         parent, placement = spec.groups[group].parent, placements[group]
         if parent is not None:
-            assert isinstance(placement, Positions)
+            assert isinstance(placement, Positions | Rotated)
             unfolded = placement.spread_within(unfolded, dim, block.factors.index(parent))
     for dim, group, read in dims:
         if spec.groups[group].parent is None:
@@ -132,6 +163,8 @@ def lift_block(
 def lift(tensor: Tensor, name: str, spec: ModelSpec, placements: Placements) -> Tensor:
     """The tensor called `name` of a network with this spec, with its neurons where they go."""
     meaning = spec.tensors[name]
+    if meaning.kind is Kind.GAIN:  # a basis can be turned only if its gains are one, and stay so
+        placements = owned(placements)
     return _lifted(tensor, meaning.axes, meaning.reads, spec, placements)
 
 
@@ -145,7 +178,15 @@ def lifted_rows(name: str, spec: ModelSpec, placements: Placements) -> Tensor:
         axes = [axis if i in meaning.rows else UNIT for i, axis in enumerate(meaning.axes)]
         meaning = TensorSpec(tuple(axes))
     shape = meaning.shape(spec.widths)
-    return _lifted(torch.ones(shape), meaning.axes, (), spec, placements)
+    return _lifted(torch.ones(shape), meaning.axes, (), spec, owned(placements))
+
+
+def owned(placements: Placements) -> Placements:
+    """Where neurons go, for the question of whose they are: of a rotated basis, everything."""
+    return {
+        name: place.owned if isinstance(place, Rotated) else place
+        for name, place in placements.items()
+    }
 
 
 def lift_axes(

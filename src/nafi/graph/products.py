@@ -239,20 +239,20 @@ def watch(model: nn.Module, inputs: Inputs, visit: Visit) -> frozenset[str]:
 
     Returns the parameters that are also used in another way: looked up, scaled, or copied.
     """
-    with evaluating(model), _plain_kernels(model), _Watch(model, visit) as watching:
+    with evaluating(model), plain_kernels(model), Watching(model, visit) as watching:
         call(model, inputs)
     return frozenset(watching.other_uses)
 
 
 @contextmanager
-def _plain_kernels(model: nn.Module) -> Iterator[None]:
+def plain_kernels(model: nn.Module) -> Iterator[None]:
     """Without kernels that do a whole layer of a transformer or of an LSTM at once."""
     recurrent = any(isinstance(module, nn.LSTM) for module in model.modules())
     with FAST_ATTENTION.off(), MKLDNN.off() if recurrent else nullcontext():
         yield
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below modules and composite functions."""
 
     def __init__(self, model: nn.Module, visit: Visit) -> None:
@@ -263,7 +263,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         shared: set[int] = set()
         for name, tensor in named_tensors(model).items():
-            key = _memory(tensor)
+            key = memory(tensor)
             if key in self.parameters and self.parameters[key][1] is not tensor:
                 shared.add(key)
             self.parameters.setdefault(key, (name, tensor))
@@ -279,13 +279,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.visit(product)
         result = func(*args, **(kwargs or {}))
         if product is None:
-            self._note_use(func, args, result)
+            self.note_use(func, args, result)
         return result
 
     def _find(self, tensor: Any) -> tuple[str, Tensor] | None:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             return None
-        found = self.parameters.get(_memory(tensor))
+        found = self.parameters.get(memory(tensor))
         return found if found is not None and found[1].is_contiguous() else None
 
     def _product(self, func: Any, args: tuple[Any, ...]) -> Product | None:
@@ -338,14 +338,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, parameter = found
         return MatrixProduct(name, parameter, self.calls[name], left, right)
 
-    def _note_use(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        made = {_memory(t) for t in pytree.tree_leaves(result) if isinstance(t, Tensor)}
+    def note_use(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Keep which parameters an operation uses that is no product."""
+        made = {memory(t) for t in pytree.tree_leaves(result) if isinstance(t, Tensor)}
         for leaf in pytree.tree_leaves(args):
-            key = _memory(leaf) if isinstance(leaf, Tensor) else None
+            key = memory(leaf) if isinstance(leaf, Tensor) else None
             if key in self.parameters and key not in made:  # else it is a view
                 self.other_uses.add(self.parameters[key][0])
 
 
-def _memory(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> int:
     """What tells tensors with memory of their own apart."""
     return int(tensor.untyped_storage()._cdata)
