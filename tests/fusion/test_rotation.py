@@ -85,11 +85,11 @@ def test_an_order_alone_does_not_bring_it_back() -> None:
 
 def test_a_head_that_nobody_shares_keeps_its_basis() -> None:
     """Two networks without heads in common, all of which are kept."""
-    model, inputs = seeded("self_attention")
+    model, inputs = seeded("einsum")
     torch.manual_seed(7)
-    other = named("self_attention").build()
+    other = named("einsum").build()
     result = nafi.fuse([model, other], inputs, penalty=0.0, evidence=1e9)
-    assert result.widths["attention"] == 2 * groups(model, inputs).widths["attention"]
+    assert result.widths["q"] == 2 * groups(model, inputs).widths["q"]
 
 
 @pytest.mark.parametrize("freedom", [Freedom.ROTATION, Freedom.MEAN])
