@@ -112,7 +112,7 @@ class Trial:
     def with_head(self, model: nn.Module) -> nn.Module:
         """The model with its last layer solved from the labelled statistics of all clients.
 
-        Costs a forward pass over all training samples and a fixed part, some 0.1 s, for each client.
+        Costs a forward pass over all training samples, and some 0.1 s for each client.
         """
         size = max(_LEAST_SUMMED, _SUMMED // self.test.inputs[0].numel())
         with warnings.catch_warnings():  # the data is public: sums over few samples tell nothing
