@@ -1,6 +1,6 @@
-"""Simulating clients: all of a trial at once against one after the other.
+"""Simulating clients: all of a trial at once against one after the other, and sums for heads.
 
-`make bench` prints a table in Markdown; needs MNIST (NAFI_DATA, or a download). Both ways use the
+`make bench` prints tables in Markdown; needs MNIST (NAFI_DATA, or a download). All ways use the
 same cores in the same run; the ratio is what to compare.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,10 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from nafi.experiments.data import mnist
-from nafi.experiments.models import MLP, draw_weights
+from nafi.experiments.entries import accuracy
+from nafi.experiments.models import MLP, ConvNet, draw_weights
 from nafi.experiments.partition import dirichlet_partition
 from nafi.experiments.training import PAPER, train_clients
-from nafi.federated.samples import Samples
+from nafi.federated.samples import Samples, in_batches
+from nafi.fusion import statistics
 
 CLIENTS = 30
 TRAINING = replace(PAPER, epochs=4)
@@ -49,7 +52,41 @@ def mean_accuracy(models: list[nn.Module], samples: Samples) -> float:
     return 100 * float(np.mean(found))
 
 
-def main() -> None:
+def random_images(count: int) -> Samples:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return Samples(inputs, torch.randint(10, (count,), generator=generator))
+
+
+def least_seconds(ways: dict[str, Callable[[], object]], repeats: int = 3) -> dict[str, float]:
+    """CPU seconds of this thread, each way in turn: other processes disturb them least."""
+    seconds: dict[str, float] = {}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            start = time.thread_time()
+            way()
+            seconds[name] = min(seconds.get(name, np.inf), time.thread_time() - start)
+    return seconds
+
+
+def sums_for_heads() -> None:
+    """What a solved head costs in every evaluated round, beside running the network."""
+    samples = random_images(9000)
+    print("\n| statistics of 9,000 images, ms for 32 | forward | batches of 32 | of 341 | ratio |")
+    print("| --- | --- | --- | --- | --- |")
+    for factor in (1, 2):
+        model = ConvNet([factor * width for width in (6, 16, 120, 84)]).eval()
+        ways: dict[str, Callable[[], object]] = {
+            "forward": lambda model=model: accuracy(model, samples),
+            "small": lambda model=model: statistics(model, in_batches(samples)),
+            "large": lambda model=model: statistics(model, in_batches(samples, 341)),
+        }
+        found = {name: 32e3 * s / len(samples) for name, s in least_seconds(ways).items()}
+        times = " | ".join(f"{found[name]:.2f}" for name in ways)
+        print(f"| ConvNet, {factor}x | {times} | {found['large'] / found['small']:.2f} |")
+
+
+def clients_at_once() -> None:
     data = mnist()
     parts = dirichlet_partition(data.train.labels.numpy(), CLIENTS, 0.5, np.random.default_rng(0))
     samples = [data.train[part] for part in parts]
@@ -73,6 +110,12 @@ def main() -> None:
         assert gap < 3, f"the two do not train alike: {gap:.1f} points"
         loop, at_once = end - middle, middle - start
         print(f"| {hidden} hidden | {loop:.1f} | {at_once:.1f} | {at_once / loop:.2f} | 0.5 |")
+
+
+def main() -> None:
+    clients_at_once()
+    torch.set_num_threads(1)
+    sums_for_heads()
 
 
 if __name__ == "__main__":

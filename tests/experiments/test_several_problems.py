@@ -277,6 +277,26 @@ def test_the_resnet_has_widths_in_the_order_of_its_groups() -> None:
     assert sum(isinstance(m, nn.Conv2d) for m in ResNet(resnet_widths(4)).modules()) == 15
 
 
+@pytest.mark.parametrize(("numbers", "sizes"), [(64 * 40, {40}), (1, {32})])
+def test_heads_are_summed_over_batches_of_a_size_that_fits_the_inputs(
+    numbers: int, sizes: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = cell_of(Experiment(**TWO), "deep", "local")
+    trial = load_trial(cell.trial_settings)
+    model = population(cell.recipe({}), trial)[0]
+    seen: list[int] = []
+    hook = model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    usual = trial.with_head(model)
+    seen.clear()
+    monkeypatch.setattr("nafi.experiments.trials._SUMMED", numbers)
+    found = trial.with_head(model)
+    hook.remove()
+    last = {len(samples) % size for samples in trial.data.values() for size in sizes}
+    assert sizes <= set(seen) <= sizes | last
+    for one, two in zip(found.parameters(), usual.parameters(), strict=True):
+        assert torch.allclose(one, two, rtol=1e-3, atol=1e-4)
+
+
 def test_a_head_is_that_of_all_clients_data() -> None:
     """However samples fell to clients; the layers below stay as they are."""
     cell = cell_of(Experiment(**TWO), "deep", "local")

@@ -17,7 +17,7 @@ import nafi
 from nafi.errors import InputError, SpecError
 from nafi.fusion import SCALES, FusionWarning, HeadStatistics, fit_head
 from nafi.fusion.discriminant import Discriminant, choose_ridge
-from nafi.fusion.head import PLACES
+from nafi.fusion.head import PLACES, _Tried
 from nafi.fusion.statistics import RIDGES
 
 CLASSES, INPUTS, HIDDEN = 3, 5, 4
@@ -158,6 +158,28 @@ def test_halves_add_up_to_the_whole() -> None:
     assert alike(halves[0] + halves[1], whole)
     assert alike(nafi.statistics(model, batches), whole)
     assert torch.allclose(nafi.statistics(model, batches).losses, whole.losses)
+
+
+@pytest.mark.parametrize("size", [7, 33, 500])
+def test_scales_are_tried_on_the_samples_with_the_lowest_numbers(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However batches are cut, and however often samples are dropped on the way."""
+    monkeypatch.setattr("nafi.fusion.head._MOST_TRIED", 40)
+    read = torch.arange(500.0)[:, None]
+    tried = _Tried()
+    for batch in read.split(size):
+        tried.add(batch, 2 * batch)
+        assert sum(len(kept) for _, kept, _ in tried.parts) <= 80
+    numbers = [torch.rand(len(b), generator=g) for g in [seeded()] for b in read.split(size)]
+    chosen, targets = tried._choose()
+    expected = read[torch.cat(numbers).argsort(stable=True)[:40]]
+    assert torch.equal(chosen, expected)
+    assert torch.equal(targets, 2 * expected)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def test_the_solution_does_not_depend_on_how_samples_fell_to_clients() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import nafi
 from nafi.errors import SpecError
-from nafi.graph import ModelSpec, SpecWarning, check_spec, rebuild, trace
+from nafi.graph import ModelSpec, SpecWarning, check_spec, evaluating, rebuild, trace
 from nafi.graph.groups import analyse
 from tests.graph import zoo
 
@@ -426,3 +426,25 @@ def test_what_cannot_be_traced_is_refused_with_advice(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         nafi.groups(Net(way), inputs)
+
+
+def test_random_numbers_of_a_network_on_the_cpu_are_fixed_without_other_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seeding all devices formats a traceback for each that is not there, at every batch."""
+
+    def seed_all(seed: int) -> torch.Generator:
+        raise AssertionError("all devices were seeded")
+
+    torch.manual_seed(5)
+    monkeypatch.setattr(torch, "manual_seed", seed_all)
+    before = torch.get_rng_state()
+    drawn = []
+    for _ in range(2):
+        with evaluating(nn.Linear(2, 2, device="meta").to_empty(device="cpu")):
+            drawn.append(torch.rand(3))
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(3), drawn[0])

@@ -50,13 +50,13 @@ def as_numbers(inputs: Tensor) -> Tensor:
     return inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
 
 
-def in_batches(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+def in_batches(samples: Samples, size: int = _BATCH) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs as a network takes them, and labels, some dozens at a time.
 
     Images are laid out with their channels last: convolutions run up to twice as fast.
     """
     images = samples.inputs.ndim == 4
     layout = torch.channels_last if images else torch.contiguous_format
-    for start in range(0, len(samples), _BATCH):
-        part = samples[slice(start, start + _BATCH)]
+    for start in range(0, len(samples), size):
+        part = samples[slice(start, start + size)]
         yield as_numbers(part.inputs).contiguous(memory_format=layout), part.labels

@@ -233,22 +233,29 @@ class _Tried:
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.drawn: Tensor | None = None
-        self.read, self.targets = torch.empty(0), torch.empty(0)
+        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.samples = 0
 
     def add(self, read: Tensor, targets: Tensor) -> None:
-        drawn = torch.rand(len(read), generator=self.generator)
-        if self.drawn is not None:
-            drawn = torch.cat([self.drawn, drawn])
-            read, targets = torch.cat([self.read, read]), torch.cat([self.targets, targets])
-        kept = drawn.argsort()[:_MOST_TRIED]
-        self.drawn, self.read, self.targets = drawn[kept], read[kept], targets[kept]
+        self.parts.append((torch.rand(len(read), generator=self.generator), read, targets))
+        self.samples += len(read)
+        if self.samples > 2 * _MOST_TRIED:  # not at every batch: it copies all that is kept
+            self._choose()
+
+    def _choose(self) -> tuple[Tensor, Tensor]:
+        """What is read, and targets, of the samples with the lowest numbers; forget the others."""
+        drawn, read, targets = (torch.cat(parts) for parts in zip(*self.parts, strict=True))
+        kept = drawn.argsort(stable=True)[:_MOST_TRIED]
+        self.parts = [(drawn[kept], read[kept], targets[kept])]
+        self.samples = len(kept)
+        return read[kept], targets[kept]
 
     def losses(self) -> Tensor:
         """(len(SCALES),) each part judged by what the client's other parts make of it."""
-        if len(self.read) < _LEAST_TRIED or int((self.targets.sum(dim=0) > 0).sum()) < 2:
+        read, targets = self._choose()
+        if len(read) < _LEAST_TRIED or int((targets.sum(dim=0) > 0).sum()) < 2:
             return torch.zeros(len(SCALES), dtype=torch.float64)
-        parts = list(zip(self.read.chunk(_FOLDS), self.targets.chunk(_FOLDS), strict=True))
+        parts = list(zip(read.chunk(_FOLDS), targets.chunk(_FOLDS), strict=True))
         sums = [LayerStatistics.of(read[None], targets[None]) for read, targets in parts]
         ridge = choose_ridge(reduce(add, sums))
         total = torch.zeros(len(SCALES), dtype=torch.float64)
