@@ -408,6 +408,7 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
         "carvana",
         "nuclei",
         "oneshot-deep",
+        "shakespeare",
     ],
 )
 def test_quick_profiles_run(name: str, tmp_path: Path) -> None:

@@ -98,8 +98,13 @@ def _train(
 
 
 def _can_be_stacked(model: nn.Module, problem: Problem) -> bool:
-    """Running statistics of many clients, and losses that look at a whole batch, cannot."""
-    return next(model.buffers(), None) is None and problem.loss is F.cross_entropy
+    """Running statistics of many clients, and losses that look at a whole batch, cannot.
+
+    Of recurrent networks and transformers, not every operation can.
+    """
+    sequential = any(isinstance(m, nn.RNNBase | nn.LayerNorm) for m in model.modules())
+    plain = next(model.buffers(), None) is None and not sequential
+    return plain and problem.loss is F.cross_entropy
 
 
 _FACTORS: dict[Attack, float] = {"none": 1.0, "flip": -1.0, "scale": 10.0, "flip-and-scale": -10.0}

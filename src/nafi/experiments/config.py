@@ -37,7 +37,7 @@ PAPER = resources.files("nafi.experiments") / "paper"
 Start = Literal["own", "shared"]
 Attack = Literal["none", "flip", "scale", "flip-and-scale"]
 # How samples fall to clients: as is usual for the data, or every class to one client alone.
-Partition = Literal["usual", "classes"]
+Partition = Literal["usual", "classes", "same"]
 
 
 class _Strict(BaseModel):
@@ -146,7 +146,8 @@ class Experiment(_Strict):
     network: one of those of the data, by default the usual one
     size: width and height of images, for data that come in several
     clients: every number is run; samples: of the training data, None for all
-    partition: "usual" for the data, by Dir(alpha) for classes; "classes": each client has its own
+    partition: "usual" for the data, by Dir(alpha) for classes; "classes": each client has its own;
+        "same": every client has all data, and they differ in their seeds alone
     hidden, width: numbers of hidden layers and their width, where the network has a choice of them;
     widths: of the network's layers, where it has none
     width_limit: most neurons of a group for every matching method, as a factor, or "none"

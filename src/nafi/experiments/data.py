@@ -44,6 +44,13 @@ class Dataset:
         sites = None if self.sites is None else self.sites[order]
         return replace(self, train=self.train[order], sites=sites)
 
+    def tested_at(self, used: npt.NDArray[np.intp]) -> Dataset:
+        """Without test samples of sites that none of the training samples used come from."""
+        if self.sites is None or self.test_sites is None:
+            return self
+        index = np.flatnonzero(np.isin(self.test_sites, self.sites[used]))
+        return replace(self, test=self.test[index], test_sites=self.test_sites[index])
+
     def test_by_site(self, count: int | None = None) -> dict[str, Samples]:
         """Site -> its samples among the first test samples; nothing if the data do not say."""
         if self.test_sites is None:

@@ -28,7 +28,7 @@ from nafi.experiments.clients import (
     population,
     runs_folder,
 )
-from nafi.experiments.entries import Record, entry
+from nafi.experiments.entries import Record, entry, mean_loss
 from nafi.experiments.methods import (
     ALONE,
     ENSEMBLE,
@@ -87,7 +87,8 @@ class _Bench:
             scored = [max(scored, key=lambda pair: pair[0]["test"])]
         validation, test = _means([scores for scores, _ in scored]).values()
         seconds = time.perf_counter() - start
-        details = self._sites([model for _, model in scored])
+        of_models = [model for _, model in scored]
+        details = self._sites(of_models) | self._loss(of_models)
         return entry(candidate, validation, test, [], seconds, **details)
 
     def run_one_shot(self, candidate: Options) -> Record:
@@ -108,7 +109,7 @@ class _Bench:
         if candidate.get("head"):
             model = self.trial.with_head(model)
         validation, test = self.trial.score(model).values()
-        details |= self._pictures(model) | self._sites([model])
+        details |= self._pictures(model) | self._sites([model]) | self._loss([model])
         return entry(candidate, validation, test, widths, seconds, **details)
 
     def _fused(
@@ -200,6 +201,14 @@ class _Bench:
         """What a report can draw of a few samples, if the problem has something to draw."""
         draw = self.trial.problem.pictures
         return {} if draw is None else {"pictures": draw(model, self.trial.test)}
+
+    def _loss(self, models: Sequence[nn.Module]) -> Record:
+        """The mean loss on test data, where the problem has a name for it."""
+        problem = self.trial.problem
+        if problem.loss_name is None:
+            return {}
+        losses = [mean_loss(model, self.trial.test, problem.loss) for model in models]
+        return {problem.loss_name: round(float(np.mean(losses)), 4)}
 
     def _sites(self, models: Sequence[nn.Module]) -> Record:
         """The score of every site, the mean over models, if the test data come from sites."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nafi.federated import Samples, in_batches
+from nafi.federated import Loss, Samples, in_batches
 
 Record = dict[str, Any]
 DETAILS = "details"
@@ -56,3 +56,17 @@ def dice(model: nn.Module, samples: Samples) -> float:
             sizes = (predicted.sum(dim=1) + wanted.sum(dim=1)).double()
             total += float(torch.where(sizes > 0, 2 * both / sizes.clamp(min=1), 1.0).sum())
     return 100 * total / len(samples)
+
+
+def token_accuracy(model: nn.Module, samples: Samples) -> float:
+    """The share of all places whose class gets the highest output, in percent."""
+    with torch.no_grad():
+        right = [(model(x).argmax(dim=-1) == y).sum() for x, y in in_batches(samples)]
+    return 100 * float(torch.stack(right).sum()) / samples.labels.numel()
+
+
+def mean_loss(model: nn.Module, samples: Samples, loss: Loss) -> float:
+    """The mean over samples of a loss that is itself a mean over a batch."""
+    with torch.no_grad():
+        parts = [loss(model(x), y).double() * len(y) for x, y in in_batches(samples)]
+    return float(torch.stack(parts).sum()) / len(samples)

@@ -86,7 +86,7 @@ def site_partition(
     With more clients than sites, the largest part is cut in two until there are enough; which
     samples go to which half is drawn.
     """
-    known = np.unique(sites) if sites is not None else np.array([], dtype=np.intp)
+    known = np.unique(_known(sites))
     if not 1 <= len(known) <= clients:
         raise InputError(f"clients: found {clients}, but the data come from {len(known)} sites")
     parts = [np.flatnonzero(sites == site) for site in known]
@@ -98,6 +98,31 @@ def site_partition(
     if smallest < least:
         raise InputError(f"a client would have {smallest} samples; it needs {least} or more")
     return parts
+
+
+def largest_sites(sites: Index | None, clients: int) -> list[Index]:
+    """The sites with the most samples, one for each client; the others are left out."""
+    known, counts = np.unique(_known(sites), return_counts=True)
+    if not 1 <= clients <= len(known):
+        raise InputError(f"clients: found {clients}, but the data come from {len(known)} sites")
+    order = np.argsort(-counts, kind="stable")[:clients]
+    return [np.flatnonzero(sites == known[place]) for place in order]
+
+
+def dealt_sites(sites: Index | None, clients: int, rng: np.random.Generator) -> list[Index]:
+    """Every site goes to one client as a whole; who has least gets the next one, as drawn."""
+    known = rng.permutation(np.unique(_known(sites)))
+    if not 1 <= clients <= len(known):
+        raise InputError(f"clients: found {clients}, but the data come from {len(known)} sites")
+    parts: list[list[Index]] = [[] for _ in range(clients)]
+    for site in known:
+        least = min(parts, key=lambda part: sum(map(len, part)))
+        least.append(np.flatnonzero(sites == site))
+    return [np.sort(np.concatenate(part)) for part in parts]
+
+
+def _known(sites: Index | None) -> Index:
+    return np.array([], dtype=np.intp) if sites is None else sites
 
 
 def hold_back(part: Index, share: float, rng: np.random.Generator) -> tuple[Index, Index]:

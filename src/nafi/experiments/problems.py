@@ -29,7 +29,7 @@ from nafi.experiments.data import (
     mnist,
     nuclei,
 )
-from nafi.experiments.entries import Record, accuracy, dice
+from nafi.experiments.entries import Record, accuracy, dice, token_accuracy
 from nafi.experiments.models import (
     VGG,
     ConvNet,
@@ -42,10 +42,14 @@ from nafi.experiments.models import (
 from nafi.experiments.partition import (
     Index,
     class_partition,
+    dealt_sites,
     dirichlet_partition,
+    largest_sites,
     quantity_partition,
     site_partition,
 )
+from nafi.experiments.sequences import GPT, CharacterLSTM, ViT, transformer_widths
+from nafi.experiments.text import CHARACTERS, all_characters, last_characters
 from nafi.experiments.training import PAPER
 from nafi.federated import Loss, Samples, Training, as_numbers
 
@@ -77,6 +81,7 @@ class Problem:
     training: what an experiment does not say about training
     classes: None where targets are no classes
     pictures: (model, samples) -> what a report can draw of a few samples, plain data
+    loss_name: what the mean loss on test data is called in records; None where it is of no interest
     """
 
     load: Callable[[Size | None], Dataset]
@@ -88,6 +93,7 @@ class Problem:
     training: Training
     classes: int | None
     pictures: Callable[[nn.Module, Samples], list[Record]] | None = None
+    loss_name: str | None = None
 
     @property
     def usual_network(self) -> str:
@@ -151,6 +157,11 @@ def predicted_masks(model: nn.Module, samples: Samples) -> list[Record]:
     ]
 
 
+def token_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of every place of a sequence; outputs: (N, T, C), labels: (N, T)."""
+    return F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
 def by_class(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:
     """Each class shared out by Dir(alpha)."""
     return dirichlet_partition(data.train.labels.numpy(), clients, alpha, rng)
@@ -171,6 +182,18 @@ def by_quantity(data: Dataset, clients: int, alpha: float, rng: np.random.Genera
 def by_site(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:
     """As the data came to be: a client for each site, or two for the largest."""
     return site_partition(data.sites, clients, rng)
+
+
+def by_role(data: Dataset, clients: int, alpha: float, rng: np.random.Generator) -> list[Index]:
+    """The sites with most samples, a client for each."""
+    return largest_sites(data.sites, clients)
+
+
+def by_dealt_roles(
+    data: Dataset, clients: int, alpha: float, rng: np.random.Generator
+) -> list[Index]:
+    """Each site goes to one client as a whole, about as many samples to each."""
+    return dealt_sites(data.sites, clients, rng)
 
 
 _SEGMENTED: dict[str, Any] = {
@@ -209,6 +232,7 @@ PROBLEMS: dict[str, Problem] = {
             "convnet": Network(ConvNet, (6, 16, 120, 84)),
             "vgg": Network(VGG, (16, 16, 32, 32, 64, 64)),
             "resnet": Network(ResNet, tuple(resnet_widths(12))),
+            "vit": Network(ViT, tuple(transformer_widths(48, 4, 3))),
         },
         training=Training(),
         **_CLASSIFIED,
@@ -222,5 +246,22 @@ PROBLEMS: dict[str, Problem] = {
         load=lambda size: nuclei(*(size or NUCLEI_SIZE)),
         partition=by_site,
         **_SEGMENTED,
+    ),
+    "shakespeare": Problem(
+        load=lambda size: last_characters(),
+        networks={"lstm": Network(CharacterLSTM, (8, 64))},
+        training=Training(),
+        **{**_CLASSIFIED, "partition": by_role, "classes": len(CHARACTERS)},
+    ),
+    "shakespeare-tokens": Problem(
+        load=lambda size: all_characters(),
+        networks={"gpt": Network(GPT, tuple(transformer_widths(64, 4, 2)))},
+        training=Training(),
+        partition=by_dealt_roles,
+        loss=token_loss,
+        score=token_accuracy,
+        metric="test accuracy",
+        classes=None,
+        loss_name="test_loss",
     ),
 }

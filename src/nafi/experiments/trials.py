@@ -36,7 +36,8 @@ class TrialSettings:
     """All that decides the clients of a trial.
 
     seed: of the partition; samples_seed: of the draw of `samples` from the training data
-    partition: "usual" for the problem, or "classes", which go to one client each
+    partition: "usual" for the problem, "classes", which go to one client each, or "same": every
+        client has all training data, and they differ in their first weights and batches
     """
 
     data: str
@@ -135,9 +136,15 @@ def load_trial(settings: TrialSettings) -> Trial:
     problem = PROBLEMS[settings.data]
     data = load_data(settings.data, settings.samples, settings.samples_seed, settings.size)
     rng = np.random.default_rng([settings.seed, settings.clients])
-    share_out = problem.partition if settings.partition == "usual" else by_own_classes
-    parts = share_out(data, settings.clients, settings.alpha, rng)
-    kept, held = zip(*(hold_back(part, settings.validation, rng) for part in parts), strict=True)
+    if settings.partition == "same":
+        kept_by_all, held_back = hold_back(np.arange(len(data.train)), settings.validation, rng)
+        kept, held = (kept_by_all,) * settings.clients, (held_back,)
+    else:
+        share_out = problem.partition if settings.partition == "usual" else by_own_classes
+        parts = share_out(data, settings.clients, settings.alpha, rng)
+        pairs = [hold_back(part, settings.validation, rng) for part in parts]
+        kept, held = zip(*pairs, strict=True)
+        data = data.tested_at(np.unique(np.concatenate(parts)))
     return Trial(
         settings,
         problem,

@@ -134,10 +134,18 @@ def by_cell(
     }
 
 
-def score_table(records: Sequence[Record], title: str, field: str = "test") -> TextTable:
-    """Mean ± spread: a row for each method, a column for each cell."""
+def score_table(
+    records: Sequence[Record],
+    title: str,
+    field: str = "test",
+    best: Callable[[Iterable[float]], float] = max,
+) -> TextTable:
+    """Mean ± spread: a row for each method, a column for each cell.
+
+    best: of several means, `min` for losses
+    """
     cells = by_cell(records, lambda r: r[field])
-    return _summary_table(title, [(cell_name(key), row) for key, row in cells.items()])
+    return _summary_table(title, [(cell_name(key), row) for key, row in cells.items()], best)
 
 
 def site_tables(records: Sequence[Record], title: str) -> list[TextTable]:
@@ -164,14 +172,18 @@ def _score_at(site: str) -> Callable[[Record], float]:
     return lambda record: float(record["sites"][site])
 
 
-def _summary_table(title: str, columns: Sequence[tuple[str, Mapping[str, Summary]]]) -> TextTable:
+def _summary_table(
+    title: str,
+    columns: Sequence[tuple[str, Mapping[str, Summary]]],
+    best_of: Callable[[Iterable[float]], float] = max,
+) -> TextTable:
     """Mean ± spread: a row for each method; columns: headings, and a summary for each method."""
     methods = in_order({method for _, column in columns for method in column})
     rows = tuple((m, *(str(column.get(m, "")) for _, column in columns)) for m in methods)
     best = frozenset(
         (methods.index(method), place)
         for place, (_, column) in enumerate(columns, start=1)
-        for method in _best_methods(column)
+        for method in _best_methods(column, best_of)
     )
     trials = sorted({summary.trials for _, column in columns for summary in column.values()})
     note = " to ".join(str(t) for t in dict.fromkeys((trials[0], trials[-1])))
@@ -179,10 +191,12 @@ def _summary_table(title: str, columns: Sequence[tuple[str, Mapping[str, Summary
     return TextTable(title, ("method", *(heading for heading, _ in columns)), rows, best, note)
 
 
-def _best_methods(row: Mapping[str, Summary]) -> list[str]:
+def _best_methods(
+    row: Mapping[str, Summary], best_of: Callable[[Iterable[float]], float]
+) -> list[str]:
     """The best of a cell, as far as its digits are shown; more than one if they are equal."""
     shown = {m: round(s.mean, 2) for m, s in row.items() if family(m) not in NOT_COMPARED}
-    return [m for m in shown if shown[m] == max(shown.values())] if len(shown) > 1 else []
+    return [m for m in shown if shown[m] == best_of(shown.values())] if len(shown) > 1 else []
 
 
 def compared_table(records: Sequence[Record], paper: Paper) -> TextTable:

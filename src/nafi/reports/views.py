@@ -97,6 +97,14 @@ def _score(material: Material) -> Iterator[TextTable | Figure]:
     yield score_table(material.records, usual)
 
 
+@view("loss")
+def _loss(material: Material) -> Iterator[TextTable | Figure]:
+    """The mean loss on test data, the lower the better."""
+    known = [r for r in material.records if "test_loss" in r]
+    if known:
+        yield score_table(known, "Loss on test data, the lower the better", "test_loss", min)
+
+
 @view("test-picked")
 def _test_picked(material: Material) -> Iterator[TextTable | Figure]:
     """What choosing on test data would have given."""
