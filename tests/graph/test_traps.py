@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 import nafi
 from nafi.errors import SpecError
-from nafi.graph import SpecWarning, check_spec, fold_batchnorm, gather, permute, rebuild
+from nafi.graph import (
+    SpecWarning,
+    check_spec,
+    fold_batchnorm,
+    gather,
+    groups,
+    permute,
+    random_permutations,
+    rebuild,
+)
 from nafi.graph.switches import Switch
 
 VECTORS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
@@ -574,3 +583,25 @@ def test_a_kernel_stays_off_until_the_last_thread_is_done() -> None:
         one.__exit__(None, None, None)
         seen.append(kernel["on"])
     assert seen == [False, False, False, True]
+
+
+class Places(nn.Module):
+    """A table of places of which short inputs use a part only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(9, 6))
+        self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.layer(x) + self.places[: x.shape[1]]))
+
+
+def test_places_beyond_the_example_inputs_keep_their_order() -> None:
+    """Longer inputs use them, so that they are no neurons that may be permuted."""
+    model = Places()
+    spec = groups(model, (torch.zeros(2, 5, 4),))
+    assert spec.widths == {"layer": 6}
+    orders = random_permutations(spec, torch.Generator().manual_seed(0))
+    long = torch.randn(2, 9, 4)
+    torch.testing.assert_close(permute(model, spec, orders)(long), model(long))

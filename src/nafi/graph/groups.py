@@ -81,6 +81,7 @@ def _warn_of_decisions(traced: Trace) -> None:
 
 
 _UNUSED = "the network does not use it"
+_UNTOUCHED = "the network does not use it on the example inputs"
 
 
 def _warn_of_gaps(spec: ModelSpec) -> None:
@@ -345,7 +346,20 @@ class _Walk:
             else:
                 for axis in value.axes:
                     pin_axis(axis, Pin(_UNUSED))
+        for atom in in_tensors - self._touched():
+            # As the places of a table that are beyond the length of the example inputs.
+            atom.pin(Pin(_UNTOUCHED))
         return [a for a in order if a in in_tensors and a.pinned is None and a.size > 1]
+
+    def _touched(self) -> set[Atom]:
+        """Atoms that some operation sums over or has in its result: nothing is known of others."""
+        touched = {atom for _, atom in self._consumed()}
+        for op in self.traced.ops:
+            made = self.values.get(op.node)
+            for value in made if isinstance(made, list) else [made]:
+                if isinstance(value, Value):
+                    touched |= atoms_of(value.axes)
+        return touched
 
     def _names(self, members: list[Atom]) -> dict[Atom, str]:
         """After the layer that makes the neurons; several groups of one layer are numbered."""
