@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import permutations as all_orders
+from typing import Any
 
 import numpy as np
 import pytest
@@ -418,3 +419,19 @@ def test_fused_networks_can_be_fused_again() -> None:
     again = nafi.fuse([one.model, permute(one.model, spec, orders)], INPUTS)
     assert again.widths == one.widths
     assert gap(again.model, one.model, INPUTS) < 1e-4
+
+
+def test_a_limit_is_made_use_of_with_a_probe() -> None:
+    """Two networks that differ: merged by the penalty of 0.4, kept apart up to the limit by 0."""
+
+    def fused(**options: Any) -> nafi.FusionResult:
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3)) for _ in range(2)]
+        return nafi.fuse(models, (torch.zeros(2, 6),), **options)
+
+    probe = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+    limited = fused(probe=probe, max_width=1.5).widths["0"]
+    assert limited == fused(probe=probe, max_width=1.5, penalty=0.0).widths["0"]
+    assert limited > fused(probe=probe, max_width=1.5, penalty=0.4).widths["0"]
+    assert fused(probe=probe).widths == fused(probe=probe, penalty=0.4).widths
+    assert fused(max_width=1.5).widths == fused(max_width=1.5, penalty=0.4).widths

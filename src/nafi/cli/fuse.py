@@ -63,7 +63,10 @@ def fuse(
     ] = None,
     method: Annotated[str, typer.Option(help="A method of `nafi methods`.")] = "nafi",
     penalty: Annotated[
-        float | None, typer.Option(help="nafi: more means fewer neurons. Default 0.4.")
+        float | None,
+        typer.Option(
+            help="nafi: more means fewer neurons. Default 0.4; 0 with a probe and a limit of width."
+        ),
     ] = None,
     evidence: Annotated[
         float | None, typer.Option(help="nafi, pfnm: more means more neurons. Default 150.")

@@ -7,9 +7,9 @@ both directions; they differ in the penalty and in the order of the groups alone
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from nafi.errors import InputError
 from nafi.fusion.budget import BUDGET, read_budget
@@ -27,6 +27,8 @@ from nafi.options import number, one_of, one_or_several, option, optional
 
 DIRECTIONS = ("bottom-up", "top-down")
 BASES = ("rotated", "ordered")
+# Where nothing else says how wide the fused network is to be.
+PENALTY = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,12 @@ class Bayesian(MatchingOptions, AligningMethod):
                 widest = largest_factor(networks, read_budget(self.budget))
             limits = width_limits(networks, widest)
         match_by = "weights" if networks.probe is None else self.match_by
-        return Descent(networks, self, limits, moments or {}, matched, match_by)
+        options = self.for_networks(networks)
+        return Descent(networks, options, limits, moments or {}, matched, match_by)
+
+    def for_networks(self, networks: Networks) -> Self:
+        """With what was left open said, now that it is known what there is to work with."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,19 +129,30 @@ class Pfnm(Bayesian):
 class Nafi(Bayesian):
     """Bayesian matching with a penalty on how far a match moves a neuron: the paper's method.
 
-    penalty: lam, more means fewer neurons. A list needs validate= of `nafi.fuse`; the best is kept
-        and `diagnostics["scores"]` has all
+    penalty: lam, more means fewer neurons; None for 0.4, and for 0 where a probe is given and
+        max_width or budget says how wide: what the limit allows is then made use of. A list needs
+        validate= of `nafi.fuse`; the best is kept and `diagnostics["scores"]` has all
     divergence: kl, reverse_kl, jeffreys, hellinger or wasserstein2
     """
 
     name: ClassVar[str] = "nafi"
     lists: ClassVar[tuple[str, ...]] = ("penalty", "budget")
 
-    penalty: float | Sequence[float] = option(one_or_several(number(at_least=0)), 0.4)
+    penalty: float | Sequence[float] | None = option(
+        optional(one_or_several(number(at_least=0))), None
+    )
     divergence: str = option(one_of(DIVERGENCES), "kl")
 
     @property
     def cost(self) -> tuple[float, str]:
+        if self.penalty is None:
+            return PENALTY, self.divergence
         (one,) = self.variants()
         assert isinstance(one.penalty, Real)
         return float(one.penalty), self.divergence
+
+    def for_networks(self, networks: Networks) -> Self:
+        limited = self.max_width is not None or self.budget is not None
+        if self.penalty is None and limited and networks.probe is not None:
+            return replace(self, penalty=0.0)
+        return self

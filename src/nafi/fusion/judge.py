@@ -228,7 +228,7 @@ def _advice(result: FusionResult) -> tuple[str, ...]:
     )
     return (
         *_counts(result),
-        "let it be wider: max_width=2.0 and penalty=0.01, or --max-width 2x --penalty 0.01",
+        "let it be wider: max_width=2.0, or --max-width 2x, and without a probe a penalty of 0.01",
         probe,
         *_MORE,
         "train on from it in rounds: the strategy match-then-average",
