@@ -80,6 +80,8 @@ def test_poisoned_data() -> None:
     one = poisoned(data, ["a", "c"], "sybil", 0, 3)
     assert one["a"].labels.tolist() == [1, 2, 0, 0, 2] * 2
     assert one["a"] is one["c"]
+    quiet = poisoned(data, ["a"], "quiet-backdoor", 1, 3)["a"]
+    torch.testing.assert_close(quiet.inputs, marked.inputs)
     assert poisoned(data, ["a"], "alie", 0, 3)["a"] is data["a"]
 
 

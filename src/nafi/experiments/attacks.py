@@ -88,14 +88,15 @@ def poisoned(
     """What attackers train on.
 
     label-flip: class k counts as the last but k (Fang et al., 2020). backdoor: every sample also
-    with a trigger, as one of the target class (Gu et al., 2017). sybil: the samples of all
+    with a trigger, as one of the target class (Gu et al., 2017), and what is learnt is sent many
+    times as large (Bagdasaryan et al., 2020); quiet-backdoor: as it is. sybil: the samples of all
     attackers, with labels that are one too high; one of them trains, and all send what it learnt
     """
     own = {client: data[client] for client in attackers}
     match attack:
         case "label-flip":
             return {c: Samples(s.inputs, classes - 1 - s.labels) for c, s in own.items()}
-        case "backdoor":
+        case "backdoor" | "quiet-backdoor":
             return {c: _with_backdoor(samples, target) for c, samples in own.items()}
         case "sybil":
             inputs, labels = (

@@ -48,6 +48,7 @@ Attack = Literal[
     "ipm",
     "label-flip",
     "backdoor",
+    "quiet-backdoor",
     "erase-class",
     "sybil",
 ]

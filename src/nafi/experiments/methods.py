@@ -66,13 +66,15 @@ def check_method(method: str, candidates: Sequence[Options], in_rounds: bool) ->
 
 def _check_values(method: str, candidate: Options, in_rounds: bool) -> None:
     Training(**training_options(candidate))
-    for name, constraint in _OF_LABORATORY.items():
+    for name, constraint in (_IN_ROUNDS if in_rounds else _ONE_SHOT).items():
         if name in candidate:
             constraint.check(candidate[name], name)
     if method in ALONE:
         return
     if in_rounds:
-        _check_strategy(strategy_of(method), fusion_options(candidate))
+        others = (*_OF_TRAINING, *_IN_ROUNDS)
+        left = {name: value for name, value in candidate.items() if name not in others}
+        _check_strategy(strategy_of(method), left)
     else:
         made = make_method(method, **fusion_options(candidate))
         made.check_one_variant()
