@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import nafi
+from nafi.federated import Trainer, Training, make_strategy
 from nafi.fusion import HeadStatistics, Screen, screened_statistics
+from tests.federated.networks import CLASSES, population, small
 
 SCREEN = Screen(clip=2.0, trim=0.25)
 
@@ -78,3 +80,27 @@ def test_a_head_of_screened_sums_is_close_to_that_of_honest_ones() -> None:
         wanted, held, broken = (m(x).argmax(dim=1) for m in (honest, screened, plain))
     assert float((wanted == held).double().mean()) > 0.9
     assert float((wanted == broken).double().mean()) < 0.7
+
+
+@pytest.mark.parametrize("name", ["fedavg", "layerwise"])
+def test_a_strategy_that_trims_solves_the_head_of_clients_that_agree_as_any_other(
+    name: str,
+) -> None:
+    heads = []
+    for options in ({}, {"clip": 2.0, "trim": 0.25}):
+        training = Training(epochs=1, batch=8)
+        strategy = make_strategy(
+            name, small(), training, rounds=3, head="statistics", precision="float64", **options
+        )
+        data = population(4)["0"]
+        work = Trainer(strategy.architecture, {str(s): data for s in range(4)}, CLASSES)
+        state = strategy.start()
+        tasks = {client: strategy.next_task(state, client) for client in "0123"}
+        same = {client: replace(task, start=1, seed=1) for client, task in tasks.items()}
+        while not state.head:
+            state = strategy.advance(state, [work(c, task)[0] for c, task in same.items()])
+            tasks = {client: strategy.next_task(state, client) for client in "0123"}
+            same = {client: replace(task, seed=1) for client, task in tasks.items()}
+        heads.append(state.head)
+    for key, tensor in heads[0].items():
+        torch.testing.assert_close(heads[1][key], tensor, atol=1e-3, rtol=1e-3)
