@@ -292,36 +292,42 @@ def _attacks(material: Material) -> Iterator[TextTable | Figure]:
     records = [_attacked(r) for r in material.records if r.get("recalls")]
     for key in by_cell(records, lambda r: r["test"]):
         of_cell = [r for r in records if CellKey.of(r) == key]
-        methods = list(dict.fromkeys(r["method"] for r in of_cell))
+        methods = in_order({r["method"] for r in of_cell})
         attacks = list(dict.fromkeys(r["attack"] for r in of_cell))
         runs = {
             (m, a): [r for r in of_cell if (r["method"], r["attack"]) == (m, a)]
             for m in methods
             for a in attacks
         }
-        for title, text in _of_attacks(material.metric).items():
+        note = f"{1 + max(r['trial'] for r in of_cell)} trials"
+        of_all: dict[str, _Said] = {
+            f"{material.metric.capitalize()} under attack": lambda r, _: _mean_text(r, "test"),
+            "Points of recall that the worst class loses": _recall_lost,
+        }
+        for title, text in of_all.items():
             rows = tuple(
                 (m, *(text(runs[m, a], runs.get((m, _NOBODY), [])) for a in attacks))
                 for m in methods
             )
-            note = f"{1 + max(r['trial'] for r in of_cell)} trials"
             yield TextTable(f"{title}: {cell_name(key)}", ("method", *attacks), rows, note=note)
+        wanted = [(field, a) for field, a in _WANTED if a in attacks]
+        rows = tuple((m, *(_mean_text(runs[m, a], field) for field, a in wanted)) for m in methods)
+        headings = tuple(f"{_WANTED_IS[field]}, {a}" for field, a in wanted)
+        title = f"What attackers are after, percent: {cell_name(key)}"
+        yield TextTable(title, ("method", *headings), rows, note=note)
 
 
 _NOBODY = "nobody"
 # (runs of a method under an attack, its runs without attackers) -> what is said of them
 _Said = Callable[[Sequence[Record], Sequence[Record]], str]
-
-
-def _of_attacks(metric: str) -> dict[str, _Said]:
-    """Title of a table -> its entries."""
-    triggered = "Percent of samples with a trigger that are taken for the target class"
-    return {
-        f"{metric.capitalize()} under attack": lambda runs, _: _mean_text(runs, "test"),
-        "Points of recall that the worst class loses": _recall_lost,
-        "Recall of the target class": lambda runs, _: _mean_text(runs, "target_recall"),
-        triggered: lambda runs, _: _mean_text(runs, "backdoor"),
-    }
+_WANTED_IS = {"target_recall": "recall of the target class", "backdoor": "trigger taken for it"}
+_WANTED = (
+    ("target_recall", _NOBODY),
+    ("target_recall", "erase-class"),
+    ("backdoor", _NOBODY),
+    ("backdoor", "backdoor"),
+    ("backdoor", "quiet-backdoor"),
+)
 
 
 def _attacked(record: Record) -> Record:
