@@ -168,7 +168,7 @@ def test_any_view_goes_with_any_experiment(file: Path) -> None:
     assert made["score"]
     assert bool(made["penalty"]) == ("sensitivity" in file.stem)
     # For layers of one width: of the MLPs.
-    assert bool(made["size"]) == file.stem.startswith(("mnist", "oneshot"))
+    assert bool(made["size"]) == file.stem.startswith(("mnist", "oneshot", "digits"))
 
 
 def test_views_leave_out_what_they_are_not_made_for() -> None:
@@ -271,6 +271,28 @@ def test_attacks_are_not_compared_to_the_paper() -> None:
     records = [plain, {**flip, "test": 82.0, "attack": "flip"}]
     (found,) = sections({"mnist-poison": records}, report_of)
     assert [table.rows for table in found.tables] == [(("nafi", "92.00"), ("nafi-flip", "82.00"))]
+
+
+def test_what_attackers_do_is_told_by_attack() -> None:
+    def run(trial: int, test: float, recalls: list[float], attack: str = "") -> dict[str, Any]:
+        name = f"fedavg, screened under {attack}" if attack else "fedavg, screened"
+        more = {"attack": attack} if attack else {}
+        measured = {"recalls": recalls, "target": trial, "backdoor": 5.0 + trial}
+        return record(name, trial, test, experiment="digits-attacks", **more, **measured)
+
+    records = [
+        run(0, 90.0, [90.0, 80.0]),
+        run(1, 92.0, [90.0, 90.0]),
+        run(0, 80.0, [50.0, 90.0], "erase-class"),
+        run(1, 84.0, [80.0, 88.0], "erase-class"),
+    ]
+    (found,) = sections({"digits-attacks": records}, report_of)
+    scores, lost, wanted = found.tables
+    assert scores.headings == lost.headings == ("method", "nobody", "erase-class")
+    assert scores.rows == (("fedavg, screened", "91.0 ± 1.4", "82.0 ± 2.8"),)
+    assert lost.rows == (("fedavg, screened", "0.0", "25.0"),)
+    assert wanted.headings[2] == "recall of the target class, erase-class"
+    assert wanted.rows == (("fedavg, screened", "90.0", "69.0 ± 26.9", "5.5 ± 0.7"),)
 
 
 def test_rounds_are_told_apart_from_the_last_one() -> None:

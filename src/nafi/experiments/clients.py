@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nafi.errors import CheckpointError, InputError
-from nafi.experiments.config import Attack
+from nafi.experiments.config import FACTORS, Attack
 from nafi.experiments.data import cache_folder
 from nafi.experiments.problems import PROBLEMS, Problem
 from nafi.experiments.training import train_clients, train_in_turn
@@ -107,9 +107,6 @@ def _can_be_stacked(model: nn.Module, problem: Problem) -> bool:
     return plain and problem.loss is F.cross_entropy
 
 
-_FACTORS: dict[Attack, float] = {"none": 1.0, "flip": -1.0, "scale": 10.0, "flip-and-scale": -10.0}
-
-
 def attacked(models: list[nn.Module], attack: Attack, attackers: int, seed: int) -> list[nn.Module]:
     """The models as they are sent; attackers, drawn by the seed, multiply all their weights."""
     if attack == "none" or not attackers:
@@ -119,7 +116,7 @@ def attacked(models: list[nn.Module], attack: Attack, attackers: int, seed: int)
     with torch.no_grad():
         for s in chosen:
             for parameter in sent[s].parameters():
-                parameter.mul_(_FACTORS[attack])
+                parameter.mul_(FACTORS[attack])
     return sent
 
 

@@ -35,7 +35,32 @@ from nafi.federated import Optimiser
 PAPER = resources.files("nafi.experiments") / "paper"
 # What clients start from: weights of their own, or the same for all.
 Start = Literal["own", "shared"]
-Attack = Literal["none", "flip", "scale", "flip-and-scale"]
+# What attackers do; see `nafi.experiments.attacks`.
+Attack = Literal[
+    "none",
+    "absent",
+    "flip",
+    "flip-1000",
+    "scale",
+    "flip-and-scale",
+    "alie",
+    "min-max",
+    "ipm",
+    "label-flip",
+    "backdoor",
+    "quiet-backdoor",
+    "erase-class",
+    "sybil",
+]
+# Attacks that multiply what a client learnt, and by how much: its weights in one shot, in rounds
+# its change of them.
+FACTORS: dict[Attack, float] = {
+    "none": 1.0,
+    "flip": -1.0,
+    "flip-1000": -1000.0,
+    "scale": 10.0,
+    "flip-and-scale": -10.0,
+}
 # How samples fall to clients: as is usual for the data, or every class to one client alone.
 Partition = Literal["usual", "classes", "same"]
 
@@ -69,7 +94,7 @@ class MethodConfig(_Strict):
         `rounds`, instead of the experiment's
     start: whose models are fused
     widths_of: take the widths that this other method came to
-    attack: what the experiment's attackers do to their weights before they send them
+    attack: what the experiment's attackers do
     """
 
     name: str
@@ -152,7 +177,8 @@ class Experiment(_Strict):
     widths: of the network's layers, where it has none
     width_limit: most neurons of a group for every matching method, as a factor, or "none"
     budget: most candidates that a method may choose from
-    attackers: clients that do what a method's `attack` says
+    attackers: clients that do what a method's `attack` says; in a file, `attacks` may list several,
+        and every method is then run under each of them, as "METHOD under ATTACK"
     solved_head: in rounds, also score every model with the last layer solved from the labelled
         statistics of all clients, which changes nothing else
     problems: name -> the experiment on one of several problems; in a file, what differs there from
@@ -187,6 +213,18 @@ class Experiment(_Strict):
     report: ReportConfig = ReportConfig()
     problems: dict[str, Experiment] = {}
     problem: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_attacks(cls, content: object) -> object:
+        """Make a method for each of the attacks, if the problems do not."""
+        if not isinstance(content, dict) or "attacks" not in content:
+            return content
+        rest = {name: value for name, value in content.items() if name != "attacks"}
+        attacks, methods = content["attacks"], content.get("methods")
+        if not isinstance(attacks, list) or not isinstance(methods, list):
+            raise ValueError("attacks: expected a list of attacks, and methods to attack")
+        return {**rest, "methods": [m for each in methods for m in _under(each, attacks)]}
 
     @model_validator(mode="before")
     @classmethod
@@ -329,6 +367,15 @@ class Experiment(_Strict):
             return False
 
 
+def _under(method: object, attacks: Sequence[object]) -> list[object]:
+    """A method without attackers, and under each of the attacks."""
+    if not isinstance(method, dict):
+        return [method]
+    name = method.get("name")
+    attacked = [{**method, "name": f"{name} under {a}", "attack": a} for a in attacks]
+    return [method, *attacked]
+
+
 def experiment_names() -> list[str]:
     """The experiments that come with nafi."""
     return sorted(p.name.removesuffix(".toml") for p in PAPER.iterdir() if p.name.endswith(".toml"))
@@ -429,11 +476,18 @@ def _check_widths(experiment: Experiment, method: MethodConfig) -> None:
 
 def _check_attack(experiment: Experiment, method: MethodConfig) -> None:
     possible = 0 < experiment.attackers < min(experiment.clients) and method.method not in ALONE
-    if method.attack != "none" and (experiment.in_rounds or not possible):
+    if method.attack != "none" and not possible:
         raise InputError(
-            f"method {method.name} is under attack, which needs attackers, fewer than clients, a "
-            "method that fuses, and an experiment without rounds"
+            f"method {method.name} is under attack, which needs attackers, fewer than clients, and "
+            "a method that fuses"
         )
+    if not experiment.in_rounds and method.attack not in FACTORS:
+        raise InputError(
+            f"method {method.name}: the attack {method.attack} needs rounds; without them, there "
+            f"are {', '.join(FACTORS)}"
+        )
+    if method.attack != "none" and PROBLEMS[experiment.data].classes is None:
+        raise InputError(f"method {method.name}: attacks are on classes, which the data have not")
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import nan
 from typing import Any
@@ -19,6 +19,14 @@ import numpy as np
 from torch import nn
 
 from nafi.errors import InputError
+from nafi.experiments.attacks import (
+    AttackedWork,
+    Work,
+    backdoor_success,
+    drawn_attackers,
+    poisoned,
+    recalls,
+)
 from nafi.experiments.cells import Cell
 from nafi.experiments.clients import (
     CachedTrainer,
@@ -28,6 +36,7 @@ from nafi.experiments.clients import (
     population,
     runs_folder,
 )
+from nafi.experiments.controls import as_control, strategy_of
 from nafi.experiments.entries import Record, entry, mean_loss
 from nafi.experiments.methods import (
     ALONE,
@@ -170,14 +179,15 @@ class _Bench:
         options = self._limited(candidate)
         rounds = int(options.pop("rounds", cell.experiment.rounds))
         judged = partial(trial.calibrate, samples=int(options.pop("calibrate", 0)))
-        strategy = make_strategy(
-            cell.method.method,
+        made = make_strategy(
+            strategy_of(cell.method.method),
             self.architecture,
             cell.training,
             rounds=rounds,
             seed=cell.fusion_seed,
             **options,
         )
+        strategy = as_control(made, cell.method.method)
 
         def evaluate(model: nn.Module) -> dict[str, float]:
             scores = trial.score(judged(model))
@@ -191,7 +201,12 @@ class _Bench:
         seconds = time.perf_counter() - start
         last = run.records[-1]
         final = judged(run.model)
-        details = {"rounds": run.records, **self._pictures(final), **self._sites([final])}
+        details = {
+            "rounds": run.records,
+            **self._pictures(final),
+            **self._sites([final]),
+            **self._harm(final),
+        }
         if "head_test" in last:
             details["head_test"] = last["head_test"]
         validation, test = last["validation"], last["test"]
@@ -209,6 +224,23 @@ class _Bench:
             return {}
         losses = [mean_loss(model, self.trial.test, problem.loss) for model in models]
         return {problem.loss_name: round(float(np.mean(losses)), 4)}
+
+    @property
+    def _target(self) -> int:
+        """The class that attackers of this trial are after."""
+        return self.cell.seed % (self.trial.problem.classes or 1)
+
+    def _harm(self, model: nn.Module) -> Record:
+        """What attackers are after, where there may be any: single classes, and a backdoor."""
+        classes = self.trial.problem.classes
+        if not self.cell.experiment.attackers or classes is None:
+            return {}
+        test, target = self.trial.test, self._target
+        return {
+            "target": target,
+            "recalls": recalls(model, test, classes),
+            "backdoor": backdoor_success(model, test, target),
+        }
 
     def _sites(self, models: Sequence[nn.Module]) -> Record:
         """The score of every site, the mean over models, if the test data come from sites."""
@@ -254,10 +286,13 @@ class _Bench:
         trainer = Trainer(
             strategy.architecture, trial.data, problem.classes, problem.loss, self.device
         )
+        clients, work = self._attacked(
+            trainer, CachedTrainer(trainer, trial.settings.key, strategy.architecture.form.widths)
+        )
         run = simulate(
             strategy,
-            list(trial.data),
-            CachedTrainer(trainer, trial.settings.key, strategy.architecture.form.widths),
+            clients,
+            work,
             acceptance=Acceptance(classes=problem.classes),
             evaluate=evaluate,
             checkpoint=checkpoint,
@@ -266,6 +301,28 @@ class _Bench:
         )
         checkpoint.unlink(missing_ok=True)
         return run
+
+    def _attacked(self, trainer: Trainer, work: Work) -> tuple[list[str], Work]:
+        """The clients, attackers last as they want to know what the others send, and their work."""
+        data, attack = self.trial.data, self.cell.method.attack
+        if attack == "none":
+            return list(data), work
+        classes = self.trial.problem.classes
+        assert classes is not None
+        attackers = drawn_attackers(list(data), self.cell.experiment.attackers, self.cell.seed)
+        honest = [client for client in data if client not in attackers]
+        if attack == "absent":
+            return honest, work
+        harmful = poisoned(data, attackers, attack, self._target, classes)
+        attacked = AttackedWork(
+            trainer.architecture,
+            work,
+            replace(trainer, data=harmful),
+            attack,
+            attackers,
+            self._target,
+        )
+        return [*honest, *attackers], attacked
 
 
 def _means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from nafi.errors import InputError
+from nafi.experiments.controls import CONTROLS, strategy_of
 from nafi.federated import STRATEGIES, Training
 from nafi.federated import option_names as strategy_options
 from nafi.fusion import METHODS, FusionResult, Screen, fuse, make_method, method_names
@@ -49,7 +50,7 @@ Options = Mapping[str, Any]
 def check_method(method: str, candidates: Sequence[Options], in_rounds: bool) -> None:
     """Refuse a method, or an option of it, that there is not."""
     in_rounds = in_rounds and method != ENSEMBLE
-    known = (*ALONE, *((*STRATEGIES, ENSEMBLE) if in_rounds else METHODS))
+    known = (*ALONE, *((*STRATEGIES, *CONTROLS, ENSEMBLE) if in_rounds else METHODS))
     if method not in known:
         where = "in rounds" if in_rounds else "in one shot"
         raise InputError(f"found {method!r}, expected one of {', '.join(known)} {where}")
@@ -65,13 +66,15 @@ def check_method(method: str, candidates: Sequence[Options], in_rounds: bool) ->
 
 def _check_values(method: str, candidate: Options, in_rounds: bool) -> None:
     Training(**training_options(candidate))
-    for name, constraint in _OF_LABORATORY.items():
+    for name, constraint in (_IN_ROUNDS if in_rounds else _ONE_SHOT).items():
         if name in candidate:
             constraint.check(candidate[name], name)
     if method in ALONE:
         return
     if in_rounds:
-        _check_strategy(method, fusion_options(candidate))
+        others = (*_OF_TRAINING, *_IN_ROUNDS)
+        left = {name: value for name, value in candidate.items() if name not in others}
+        _check_strategy(strategy_of(method), left)
     else:
         made = make_method(method, **fusion_options(candidate))
         made.check_one_variant()
@@ -103,7 +106,7 @@ def option_names(method: str, in_rounds: bool) -> list[str]:
     if method in ALONE:
         return list(_OF_TRAINING)
     if in_rounds and method != ENSEMBLE:
-        return [*strategy_options(method), *_IN_ROUNDS]
+        return [*strategy_options(strategy_of(method)), *_IN_ROUNDS]
     return [*method_options(method), *_OF_TRAINING, *_ONE_SHOT]
 
 

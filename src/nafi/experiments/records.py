@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import scipy
@@ -119,8 +119,10 @@ def read_runs(path: Path) -> dict[str, list[Record]]:
 
 def _key(record: Record) -> Key:
     """What cell a record is of; strangers' records may leave out any part of it."""
-    names = ("problem", "trial", "clients", "hidden", "method")
-    problem, trial, clients, hidden, method = (cast(Any, record.get(name)) for name in names)
+    parts: list[Any] = [
+        record.get(name) for name in ("problem", "trial", "clients", "hidden", "method")
+    ]
+    problem, trial, clients, hidden, method = parts
     return problem, trial, clients, hidden, method
 
 

@@ -74,11 +74,6 @@ class FusionRounds(Strategy[State]):
         """Whether the mean of the output layer is by who has seen which class."""
         return False
 
-    @property
-    def screen(self) -> Screen:
-        """What the mean does against clients that send harmful weights."""
-        return Screen()
-
     def check_classes(self, classes: int | None) -> None:
         counted = self.class_shares or "class_counts" in getattr(self.fused_by(0), "uses", ())
         if classes is not None and counted:

@@ -38,6 +38,7 @@ from nafi.fusion import (
     Method,
     Nafi,
     Networks,
+    Screen,
     bounded_sums,
     check_class_axis,
     check_clients,
@@ -134,6 +135,10 @@ class Layerwise(Strategy[LayerwiseState]):
             raise InputError(
                 "moments: they would fit outliers that trim leaves out; leave trim out"
             )
+
+    @property
+    def screen(self) -> Screen:
+        return self.method.screen
 
     def check_classes(self, classes: int | None) -> None:
         if classes is not None:

@@ -27,7 +27,14 @@ from nafi.federated.randomness import derived_seed
 from nafi.federated.request import PRECISIONS, Precision, Request
 from nafi.federated.statistics import expected_sums, probing_inputs, read_head
 from nafi.federated.training import Training
-from nafi.fusion import Method, empty_head, solve_head
+from nafi.fusion import (
+    HeadStatistics,
+    Method,
+    Screen,
+    empty_head,
+    screened_statistics,
+    solve_head,
+)
 from nafi.graph import named_tensors
 from nafi.options import Constraint, Options, one_of, option, plain_data, whole
 
@@ -138,6 +145,11 @@ class Strategy(Options, ABC, Generic[StateOf]):
         check_instance(self.architecture, Architecture, "architecture")
         check_instance(self.training, Training, "training")
         _check_unseeded(getattr(self, "method", None))
+
+    @property
+    def screen(self) -> Screen:
+        """What is done against clients that send harmful weights or sums."""
+        return Screen()
 
     @abstractmethod
     def start(self) -> StateOf:
@@ -250,11 +262,19 @@ class Strategy(Options, ABC, Generic[StateOf]):
         model = self.architecture.filled(state.form, state.tensors).eval()
         request = Request(head=True, precision=self.precision)
         empty = empty_head(model, probing_inputs(self.architecture.example_inputs))
-        total = reduce(add, (read_head(u.extras, request, empty) for u in updates), empty)
+        parts = (read_head(u.extras, request, empty) for u in updates)
+        total = self._total(parts, empty)
         solved = named_tensors(solve_head(model, [total]))
         head = plain({name: solved[name] for name in total.tensor_names})
         after = replace(state, round=state.round + 1, awaiting="")
         return self.with_head(after, head)
+
+    def _total(self, parts: Iterable[HeadStatistics], empty: HeadStatistics) -> HeadStatistics:
+        """The labelled sums of all clients; with a screen that trims, all are in memory."""
+        if not self.screen.trim:
+            return reduce(add, parts, empty)
+        sent = list(parts)
+        return screened_statistics(sent, self.screen) if sent else empty
 
     def _task(
         self,

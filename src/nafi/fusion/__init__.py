@@ -41,6 +41,7 @@ from nafi.fusion.rebasin import Rebasin
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import Agreement, Body, FusionResult, Scores
 from nafi.fusion.screen import CHANGES_AGREE, Screen, as_real
+from nafi.fusion.screened_head import screened_statistics
 from nafi.fusion.stack import Stack
 from nafi.fusion.statistics import (
     RIDGES,
@@ -128,6 +129,7 @@ __all__ = [
     "read_probe",
     "refittable",
     "ridge_errors",
+    "screened_statistics",
     "solve_head",
     "statistics",
     "verdict",
