@@ -67,6 +67,12 @@ def test_a_share_of_some_out_of_all_leaves_out_so_many_at_either_end(clients: in
             assert float(found) == pytest.approx(float(values[cut : clients - cut].mean()))
 
 
+def test_a_share_is_never_nobody_and_never_half_of_the_clients() -> None:
+    assert [Screen(trim=0.49).cut(clients) for clients in range(1, 8)] == [0, 0, 1, 1, 2, 2, 3]
+    assert [Screen(trim=0.01).cut(clients) for clients in (2, 3, 100, 101)] == [0, 1, 1, 2]
+    assert Screen(clip=2.0).cut(9) == 0
+
+
 def test_a_trimmed_mean_weighs_those_that_are_left_and_only_those_who_have_the_number() -> None:
     values = torch.tensor([[5.0, 1.0], [1.0, 2.0], [2.0, 3.0], [4.0, 4.0], [99.0, 99.0]])
     present = torch.tensor([[True, True]] * 4 + [[True, False]])
