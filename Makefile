@@ -34,7 +34,7 @@ docs: .venv/ready-dev
 test-browser: .venv/ready-dev
 	$(BIN)/python -m pytest -q -m browser tests/test_browser.py
 
-# 10,000 malformed files, messages and configurations for each of twelve readers; ten minutes.
+# 10,000 malformed files, messages and configurations for each reader; a quarter of an hour.
 # Other ones each time: make fuzz SEED=... draws those of an earlier run.
 fuzz: .venv/ready-dev
 	@seed=$${SEED:-$$(date +%s)}; echo "make fuzz SEED=$$seed"; \

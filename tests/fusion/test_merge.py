@@ -106,6 +106,48 @@ def test_restored_norms_are_the_mean_of_the_members() -> None:
     assert found["layers.2.weight"].equal(plain["layers.2.weight"])  # outputs are no neurons
 
 
+def test_restored_norms_are_weighed_by_samples_and_zero_stays_zero() -> None:
+    """Of what only one client has, its norm is the mean; of what cancels out, there is none."""
+    models = two_clients()
+    with torch.no_grad():  # both own place 1 of the second layer, and read place 2 alone in it
+        for model, column, sign in zip(models, (1, 0), (0.25, -0.75), strict=True):
+            model.layers[1].weight[0] = 0
+            model.layers[1].weight[0, column] = sign
+    clients = check_clients(models, None, [30, 10], None)
+    networks = prepare_networks(clients, INPUTS, None, "attach")
+    plain = merge_tensors(networks, placements(), restore_norm=False)
+    found = merge_tensors(networks, placements(), restore_norm=True)
+    norms = [m.layers[0].weight.detach().norm(dim=1) for m in models]
+    shared = float(0.75 * norms[0][1] + 0.25 * norms[1][0])
+    assert float(found["layers.0.weight"][2].norm()) == pytest.approx(shared, rel=1e-5)
+    for place in (0, 1, 4):
+        torch.testing.assert_close(found["layers.0.weight"][place], plain["layers.0.weight"][place])
+    assert not plain["layers.1.weight"][1].any()
+    assert torch.equal(found["layers.1.weight"][1], torch.zeros(5))
+
+
+class Signed(nn.Module):
+    """Neurons each with a whole number that is not trained."""
+
+    def __init__(self, *signs: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, len(signs)), nn.Linear(len(signs), 2)
+        self.register_buffer("signs", torch.tensor(signs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.two(self.one(x).relu() * self.get_buffer("signs"))
+        return found
+
+
+def test_whole_numbers_of_neurons_are_those_of_the_first_that_has_them() -> None:
+    models = [Signed(1, 2, 3), Signed(4, 5, 6)]
+    networks = prepare_networks(check_clients(models, None, None, None), INPUTS, None, "attach")
+    (group,) = networks.spec.groups
+    places = [{group: Positions(torch.tensor(own), 5)} for own in ([4, 0, 2], [2, 1, 0])]
+    found = merge_tensors(networks, places, restore_norm=False)["signs"]
+    assert found.tolist() == [2, 5, 3, 0, 1]
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_restored_norms_are_the_data_free_repair_of_just_fold_the_network(count: int) -> None:
     """Fold-AR scales the mean of N channels of mean correlation c by N / sqrt(N + (N^2 - N) c).
