@@ -42,9 +42,10 @@ same and fails, and so does the gate. Nothing that was installed is run before.
 
 The hashes are not in `constraints.txt`, because pip would then refuse to install nafi itself from
 its folder, which has no hash. And a build of PyTorch from another index, as for CUDA, is not
-listed: that should be told, but should keep nobody from using nafi. If you want pip to
-refuse what is not listed, install the packages first, on Linux with Python 3.11:
-`pip install --require-hashes --no-deps -r hashes.txt`.
+listed: that should be told, but should keep nobody from using nafi. If you want pip to refuse
+whatever is not listed, on Linux with Python 3.11: install PyTorch first, as pip would prefer the
+build for CUDA, then run `pip install --require-hashes --no-deps -r hashes.txt` and
+`pip install --no-deps .`
 
 ## Known vulnerabilities
 
