@@ -12,6 +12,9 @@ import pytest
 
 from nafi.workers import Workers
 
+# A shell lets what it starts in the background ignore Ctrl-C, and so does whatever that starts.
+HEED_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
 
 def runs(process: int) -> bool:
     """Whether a process is there, and not only its entry in the table of processes."""
