@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import scipy
@@ -118,9 +119,8 @@ def read_runs(path: Path) -> dict[str, list[Record]]:
 
 def _key(record: Record) -> Key:
     """What cell a record is of; strangers' records may leave out any part of it."""
-    problem, trial, clients, hidden, method = (
-        record.get(name) for name in ("problem", "trial", "clients", "hidden", "method")
-    )
+    names = ("problem", "trial", "clients", "hidden", "method")
+    problem, trial, clients, hidden, method = (cast(Any, record.get(name)) for name in names)
     return problem, trial, clients, hidden, method
 
 
