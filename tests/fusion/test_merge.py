@@ -290,9 +290,12 @@ def test_normalisation_is_put_back_with_the_moments_that_a_probe_shows() -> None
     torch.testing.assert_close(norm.running_var[owned], variance[owned], rtol=1e-3, atol=1e-4)
 
 
-def test_normalisation_that_is_averaged_is_neutral_where_nobody_has_a_neuron() -> None:
+@pytest.mark.parametrize("screen", [None, Screen(trim=0.3)])  # which trims nobody of two
+def test_normalisation_that_is_averaged_is_neutral_where_nobody_has_a_neuron(
+    screen: Screen | None,
+) -> None:
     models, networks = normed_networks("average")
-    found = merge_tensors(networks.merging, normed_places(), restore_norm=False)
+    found = merge_tensors(networks.merging, normed_places(), restore_norm=False, screen=screen)
     for kind, neutral in (("weight", 0), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
         expected = [owners_mean(models, f"1.{kind}", place) for place in OWNERS]
         torch.testing.assert_close(found[f"1.{kind}"], torch.tensor([*expected, neutral]))
@@ -301,10 +304,11 @@ def test_normalisation_that_is_averaged_is_neutral_where_nobody_has_a_neuron() -
 
 # ---------------------------------------------------------------------------------- trimmed
 
-# Seven clients of one larger network with six neurons, the last of which nobody has. One turns its
-# neurons around, or has few of them: where the neurons of each go, and who is heard.
+# Seven clients of one larger network with six neurons: where the neurons of each go. One turns its
+# neurons around, or has few of them; nobody has the last neuron, or two have, one of whom alone
+# knows a class.
 AROUND = [[0, 1, 2], [2, 1, 3], [0, 2, 3], [2, 0, 3], [1, 2, 0], [0, 2, 1], [2, 4, 0]]
-FEW = [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 3, 1, 4]] * 2 + [[3, 1]]
+FEW = [[0, 1, 2, 3, 5], [5, 3, 2, 1, 0], *[[2, 0, 3, 1, 4], [4, 3, 2, 1, 0]] * 2, [3, 1]]
 TRIM = Screen(trim=0.28)  # two of seven
 
 
@@ -368,7 +372,7 @@ def six_places(places: list[list[int]]) -> list[dict[str, Positions]]:
     return [{"layers.0": Positions(torch.tensor(own), 6)} for own in places]
 
 
-COUNTS_OF_SEVEN = np.array([[5, 1, 2]] * 3 + [[2, 0, 3]] * 2 + [[9, 4, 1], [8, 8, 8]])
+COUNTS_OF_SEVEN = np.array([[5, 1, 2], *[[5, 0, 2]] * 3, [2, 0, 0], [9, 0, 1], [8, 0, 8]])
 
 
 @pytest.mark.parametrize(
