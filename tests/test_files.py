@@ -81,7 +81,7 @@ with atomic_path(Path("x.txt")) as file:
     with atomic_folder(Path("y"), overwrite=True, replaced=lambda name: False) as folder:
         (folder / "z").write_text("half")
         print("there", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 """
 
 

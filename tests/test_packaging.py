@@ -31,7 +31,7 @@ def run(*command: str, cwd: Path) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of both, built from a copy without a network: everything is installed."""
     copy = tmp_path_factory.mktemp("copy")
-    for name in [*FILES, "constraints.txt", "Makefile"]:
+    for name in [*FILES, "constraints.txt", "hashes.txt", "Makefile"]:
         shutil.copy(ROOT / name, copy)
     nothing = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", copy / "src", ignore=nothing)

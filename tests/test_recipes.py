@@ -107,6 +107,7 @@ def test_the_command_line_comes_before_the_recipe(folder: Path) -> None:
         ('frontier = "yes"', "expected true or false"),
         ("budget = [1.0]", "budget: found 1.0, expected text in quotes"),
         ('option = "sweeps=3"', "expected a table [option]"),
+        ("option.day = 2024-02-29", "option.day: found 2024-02-29, expected no date and no time"),
         ("force = true", "'force' belongs on the command line: --force"),
         ('colour = "red"', "there is no 'colour'"),
         ("out = ", "is not TOML"),
@@ -165,6 +166,9 @@ def test_a_folder_holds_its_recipe_in_a_file(tmp_path: Path) -> None:
         stored_recipe(tmp_path)
     store_recipe(tmp_path, {"out": "."})
     assert stored_recipe(tmp_path) == {"out": "."}
+    (tmp_path / "nafi-recipe.toml").write_bytes(b"\x80")
+    with pytest.raises(CheckpointError, match="holds a recipe that is not TOML"):
+        stored_recipe(tmp_path)
 
 
 def test_a_note_leaves_the_numbers_as_they_are(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from nafi.errors import CheckpointError, InputError
 from nafi.factories import load_factory
 from nafi.memory import machine_memory, text_of_size
 from nafi.recipes import store_recipe
+from tests.processes import HEED_CTRL_C
 from tests.test_cli import RUN, run
 
 # Says in a file that it was imported, and that its function ran.
@@ -49,7 +50,7 @@ def vanish():
 def sleep():
     import time
     Path("called").touch()
-    time.sleep(60)
+    time.sleep(600)
 
 def score(model):
     raise SystemExit(0)
@@ -174,7 +175,8 @@ def test_a_score_that_ends_the_program_is_an_error(folder: Path) -> None:
 
 
 def test_the_user_can_still_interrupt_a_factory(folder: Path) -> None:
-    command = [sys.executable, "-c", RUN, *COMMANDS["inspect"], "--model", "marked:sleep"]
+    code = HEED_CTRL_C + RUN
+    command = [sys.executable, "-c", code, *COMMANDS["inspect"], "--model", "marked:sleep"]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     while not (folder / "called").exists():
         assert process.poll() is None, process.communicate()

@@ -16,7 +16,7 @@ import pytest
 
 from nafi.errors import NafiError
 from nafi.workers import Workers
-from tests.processes import runs
+from tests.processes import runs, stop_the_clock
 
 
 class OddError(Exception):
@@ -54,12 +54,15 @@ EXPECTED = {
     "odd": "OddError",
     "unwritable": "pickle",
     "die": "WorkerDiedError: its process died twice (exit code 7)",
-    "hang": "TimeoutError: not done within 3 seconds",
+    "hang": "TimeoutError: not done within 0.5 seconds",
 }
 
 
 @pytest.mark.slow
-def test_every_failure_costs_one_piece_of_work_and_results_keep_their_order() -> None:
+def test_every_failure_costs_one_piece_of_work_and_results_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop_the_clock(monkeypatch, hangs=lambda item: item == "hang")
     taken: list[Any] = []
 
     def items() -> Iterator[Any]:
@@ -67,7 +70,7 @@ def test_every_failure_costs_one_piece_of_work_and_results_keep_their_order() ->
             taken.append(item)
             yield item
 
-    with Workers(2, work, deadline=3.0) as pool:
+    with Workers(2, work, deadline=0.5) as pool:
         results = pool.results(items())
         first = next(results)
         assert len(taken) <= 6  # few more than there are workers are under way

@@ -54,7 +54,11 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
     "screen": (["src/nafi/fusion/screen.py"], ["tests/fusion/test_screen.py"]),
     "refit": (
         [f"src/nafi/fusion/{name}.py" for name in ("refit", "statistics", "layer_sums", "pooling")],
-        ["tests/fusion/test_refit.py", "tests/federated/test_statistics.py"],
+        [
+            "tests/fusion/test_refit.py",
+            "tests/fusion/test_merge.py",
+            "tests/federated/test_statistics.py",
+        ],
     ),
 }
 FAST = ["-q", "-x", "-m", "not slow and not browser", "-p", "no:randomly", "--no-header"]

@@ -69,16 +69,16 @@ def extracted_recipe(output: Path) -> dict[str, Any]:
 
 def stored_recipe(output: Path) -> dict[str, Any]:
     """The same without the mark."""
-    if output.is_dir():
-        text = None
-        if (output / _IN_FOLDER).is_file():
-            text = (output / _IN_FOLDER).read_text(encoding="utf-8")
-    else:
+    content: bytes | None = None
+    if not output.is_dir():
         text = read_header(output).notes.get(_NOTE)
-    if text is None:
+        content = None if text is None else text.encode("utf-8", "surrogatepass")
+    elif (output / _IN_FOLDER).is_file():
+        content = (output / _IN_FOLDER).read_bytes()
+    if content is None:
         raise CheckpointError(f"{output} does not hold the recipe that made it")
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{output} holds a recipe that is not TOML: {error}") from None
 

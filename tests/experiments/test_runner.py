@@ -35,6 +35,7 @@ from nafi.experiments.entries import accuracy
 from nafi.experiments.records import finished, make_record
 from nafi.experiments.runner import _each, _workers, run_cell
 from nafi.experiments.trials import load_trial
+from tests.processes import HEED_CTRL_C
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -227,9 +228,8 @@ def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
     endless = '[[methods]]\nname = "long"\nmethod = "nafi"\noptions = { epochs = 1000000 }\n'
     (tmp_path / "my.toml").write_text(MINE + endless)
     options = ["--out", "my records.jsonl", "--trials", "1", "--jobs", "2"]
-    # A shell lets what it starts in the background ignore Ctrl-C, and whatever that starts.
-    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{heed}\nfrom nafi.cli import main; main()", "run", "my.toml"]
+    code = f"{HEED_CTRL_C}from nafi.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", "my.toml"]
     process = subprocess.Popen(
         [*command, *options],
         cwd=tmp_path,

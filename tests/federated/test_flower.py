@@ -333,7 +333,7 @@ def test_a_node_that_lost_the_question_for_its_name_is_asked_again(
         asked.append(message.metadata.message_type)
         return [] if len(asked) == 1 else [answer()]
 
-    flower = federation(made("fedavg"), wait=30.0)
+    flower = federation(made("fedavg"), wait=600.0)
     flower.start(grid(client_1=started_again))
     assert asked[:2] == ["query", "query"]
     assert_equal(flower.run.model.state_dict(), reference("fedavg"))

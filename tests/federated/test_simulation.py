@@ -37,8 +37,9 @@ from nafi.federated import (
 from nafi.federated.acceptance import MOST
 from nafi.federated.averaging import FedAvg
 from nafi.federated.checkpoint import read_state
+from nafi.federated.messages import task_from
 from tests.federated.networks import CLASSES, FEATURES, normed, pictures, population, small
-from tests.processes import runs
+from tests.processes import runs, stop_the_clock
 
 ROUNDS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -296,20 +297,23 @@ class Dying:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_or_hangs_is_replaced_and_costs_one_client() -> None:
+def test_a_worker_that_dies_or_hangs_is_replaced_and_costs_one_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop_the_clock(monkeypatch, hangs=lambda item: item[0] == "2" and task_from(item[1]).round == 2)
     strategy = made("fedavg")
     run = simulate(
         strategy,
         list(population()),
         Dying(),
         workers=2,
-        deadline=5.0,
+        deadline=0.5,
         acceptance=Acceptance(quorum=1, classes=CLASSES),
     )
     assert [record["refused"] for record in run.records] == [
         {},
         {"1": "WorkerDiedError: its process died twice (exit code -9)"},
-        {"2": "TimeoutError: not done within 5 seconds"},
+        {"2": "TimeoutError: not done within 0.5 seconds"},
         {},
     ]
 

@@ -46,6 +46,7 @@ from nafi.fusion import (
     ridge_errors,
     solve_head,
 )
+from nafi.fusion.statistics import are_sums
 from nafi.graph import named_tensors, permute, random_permutations
 from tests.federated.networks import CLASSES, FEATURES, normed, pictures, population, small
 
@@ -150,6 +151,25 @@ def test_a_client_with_one_sample_has_no_say_about_ridges() -> None:
     parts = sums["0.weight"]
     assert float(parts.held_out.count) == 0
     assert not ridge_errors(parts.rest, parts.held_out, with_bias=True).any()
+
+
+def test_nobody_can_tell_a_ridge_without_something_to_fit_and_something_to_judge_by() -> None:
+    some = LayerStatistics.of(torch.randn(1, 9, 3, generator=drawn()), torch.ones(1, 9, 2))
+    none = LayerStatistics.zeros(1, 3, 2)
+    for with_bias in (False, True):
+        assert ridge_errors(some, some, with_bias=with_bias).isfinite().all()
+        for fitted, judge in ((some, none), (none, some), (none, none)):
+            found = ridge_errors(fitted, judge, with_bias=with_bias)
+            assert torch.equal(found, torch.zeros(len(RIDGES), dtype=torch.float64))
+
+
+def test_sums_of_samples_are_symmetric() -> None:
+    rows = torch.randn(20, 3, generator=drawn()).double()
+    reads, writes = rows[:, :2], rows[:, 2:]
+    gram, cross, outer = reads.T @ reads, reads.T @ writes, writes.T @ writes
+    assert are_sums(gram, cross, outer)
+    gram[0, 1] += 0.01 * gram.diagonal().mean()
+    assert not are_sums(gram, cross, outer)
 
 
 def test_errors_of_ridges_tell_what_can_be_foretold() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import nafi
 from nafi.errors import InputError
 from nafi.fusion import FusionWarning, descent
+from nafi.fusion.layer_sums import add_to_layer
 from nafi.fusion.statistics import RIDGES, LayerStatistics, best_ridge, fit_layer
 from nafi.graph import SpecWarning, groups, permute, random_permutations
 from tests.fusion.networks import gap, outputs, seeded, trained_norms
@@ -95,6 +96,45 @@ def test_the_ridge_is_the_best_of_the_grid_on_what_was_held_out(noise: float) ->
     assert ridge == min(errors, key=errors.__getitem__)
 
 
+@pytest.mark.parametrize(("sign", "end"), [(-1, 0), (1, -1)])
+def test_the_ridge_may_be_either_end_of_the_grid(sign: int, end: int) -> None:
+    """Where what was held out contradicts the rest, any fit is bad; without noise, none is."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1, 60, 5, generator=generator, dtype=torch.float64)
+    targets = inputs @ torch.randn(1, 5, 4, generator=generator, dtype=torch.float64)
+    fitted = LayerStatistics.of(inputs[:, :40], targets[:, :40])
+    judge = LayerStatistics.of(inputs[:, 40:], sign * targets[:, 40:])
+    ridge, change = best_ridge(fitted, judge, fitted)
+    assert ridge == RIDGES[end]
+    torch.testing.assert_close(change, fitted.solve(ridge), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ({1: 9.0, 2: 4.0}, 2),  # past one that is worse
+        ({1: 9.0, 2: 8.0, 3: 1.0}, 0),  # not past two
+        ({-1: 9.0, -2: 4.0, -3: 9.0, -4: 3.0}, -4),  # between them one was better
+        ({2: 4.0, -2: 3.0}, -2),  # the better of both ways
+        ({-1: 5.0, 1: 5.0}, 0),  # the same is no better
+    ],
+)
+def test_the_search_for_a_ridge_stops_where_it_became_worse_twice(
+    errors: dict[int, float], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """errors: by the distance from where it starts, with an error of 5."""
+    first = RIDGES.index(0.01)
+
+    def error(fitted: LayerStatistics, judge: LayerStatistics, place: int) -> float:
+        return 5.0 if place == first else errors.get(place - first, 6.0)
+
+    monkeypatch.setitem(best_ridge.__globals__, "_error", error)
+    inputs, targets = layer(0)
+    sums = LayerStatistics.of(inputs, targets)
+    ridge, _ = best_ridge(sums, sums, sums)
+    assert ridge == RIDGES[first + expected]
+
+
 def test_a_ridge_that_rounding_hides_is_not_taken() -> None:
     one = torch.ones(1, 20, 3) + 1e-9 * torch.randn(1, 20, 3)
     statistics = LayerStatistics.of(one, one[:, :, :1])
@@ -146,6 +186,68 @@ def test_a_hidden_layer_is_the_ridge_regression_on_what_lies_below() -> None:
     )
     found = fitted.model.layers[-1].weight.T.detach().double().numpy()
     assert np.allclose(found, prior + change, atol=1e-5)
+
+
+class Siamese(nn.Module):
+    """One layer for both halves of an input, and one that reads their difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 8)
+        self.head = nn.Linear(8, 3)
+
+    def below(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x[:, :5]).relu() - self.inner(x[:, 5:]).relu()
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.below(x))
+        return found
+
+
+def test_what_reads_a_layer_that_is_used_twice_sees_it_as_it_was_fitted() -> None:
+    """Its first use in a run comes before it is fitted, so the network runs again."""
+    torch.manual_seed(0)
+    models = [Siamese().eval() for _ in range(2)]
+    probe = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+    merged, fitted = (
+        nafi.fuse(models, (probe[:2],), probe=probe, max_width=1.0, refit=refit)
+        for refit in (False, True)
+    )
+    assert set(fitted.fits) == {"inner.weight", "head.weight"}
+    assert fitted.fits["inner.weight"].samples == 2 * 64
+    with torch.no_grad():
+        hidden = fitted.model.below(probe).double().numpy()
+        written = [m.below(probe).double() @ m.head.weight.T.double() for m in models]
+        target = ((written[0] + written[1]) / 2).numpy()
+    prior = merged.model.head.weight.T.detach().double().numpy()
+    centred = hidden - hidden.mean(0)
+    residual = target - hidden @ prior
+    gram = centred.T @ centred
+    t = fitted.fits["head.weight"].ridge * np.mean(np.diag(gram))
+    change = np.linalg.solve(gram + t * np.eye(8), centred.T @ (residual - residual.mean(0)))
+    found = fitted.model.head.weight.T.detach().double().numpy()
+    np.testing.assert_allclose(found, prior + change, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_what_is_added_to_a_layer_is_in_its_weights_and_in_its_bias(with_bias: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2, bias=with_bias)).eval()
+    x = torch.randn(5, 4)
+    spec = groups(model, (x,))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    change, shifts = torch.randn(1, 3, 2).double(), torch.randn(1, 2).double()
+    weights, biases = add_to_layer(model, spec, (x,), "2.weight", change, shifts)
+    after = model.state_dict()
+    torch.testing.assert_close(after["2.weight"], before["2.weight"] + change[0].T.float())
+    torch.testing.assert_close(weights[0], before["2.weight"].T.double() + change[0])
+    if with_bias:
+        torch.testing.assert_close(after["2.bias"], before["2.bias"] + shifts[0].float())
+        torch.testing.assert_close(biases[0], after["2.bias"].double())
+    else:
+        assert not biases.any()
+    assert all(after[name].equal(before[name]) for name in ("0.weight", "0.bias"))
 
 
 def probe_like(inputs: tuple[Tensor, ...], count: int = 24) -> tuple[Tensor, ...]:

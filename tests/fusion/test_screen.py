@@ -20,7 +20,7 @@ import nafi
 from nafi.errors import InputError
 from nafi.federated import Trainer, Training, Update, make_strategy
 from nafi.federated.averaging import average, screened_average
-from nafi.fusion.screen import Screen
+from nafi.fusion.screen import CHANGES_AGREE, NETWORKS_AGREE, Screen
 from nafi.graph import ModelSpec, groups
 from tests.federated.networks import CLASSES, population, small
 
@@ -65,6 +65,12 @@ def test_a_share_of_some_out_of_all_leaves_out_so_many_at_either_end(clients: in
         for trim in (cut / clients, float(np.nextafter(cut / clients, 0))):
             found = Screen(trim=trim).mean(values.flip(0), ones > 0, ones)
             assert float(found) == pytest.approx(float(values[cut : clients - cut].mean()))
+
+
+def test_a_share_is_never_nobody_and_never_half_of_the_clients() -> None:
+    assert [Screen(trim=0.49).cut(clients) for clients in range(1, 8)] == [0, 0, 1, 1, 2, 2, 3]
+    assert [Screen(trim=0.01).cut(clients) for clients in (2, 3, 100, 101)] == [0, 1, 1, 2]
+    assert Screen(clip=2.0).cut(9) == 0
 
 
 def test_a_trimmed_mean_weighs_those_that_are_left_and_only_those_who_have_the_number() -> None:
@@ -330,6 +336,56 @@ def test_no_more_are_silenced_than_may_be_harmful_and_nobody_where_nobody_agrees
     noise = torch.randn(8, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert Screen(trim=0.25).heard(noise, everything(noise), 1 / 3).all()
     assert Screen(clip=2.0).heard(values, everything(values), 1 / 3).all()
+
+
+def agreeing(usual: float, clients: int = 8) -> Tensor:
+    """Clients of which any two agree by about this cosine."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(5000, generator=generator, dtype=torch.float64)
+    own = torch.randn(clients, 5000, generator=generator, dtype=torch.float64)
+    return math.sqrt(usual) * common + math.sqrt(1 - usual) * own
+
+
+@pytest.mark.parametrize(
+    ("agree", "share", "heard"),
+    [
+        (CHANGES_AGREE, 0.45, True),
+        (CHANGES_AGREE, 0.2, False),
+        (NETWORKS_AGREE, 0.73, True),
+        (NETWORKS_AGREE, 0.47, False),
+    ],
+)
+def test_who_agrees_a_little_less_is_heard_and_who_agrees_much_less_is_not(
+    agree: float, share: float, heard: bool
+) -> None:
+    """share: of the usual agreement; honest clients had 0.47 of it and more, and 0.73."""
+    values = agreeing(0.5)
+    generator = torch.Generator().manual_seed(1)
+    common, own = values[:7].mean(dim=0), torch.randn(5000, generator=generator).double()
+    weight = share * math.sqrt(0.5)  # the cosine with what is common
+    part = common - (common @ own) / (own @ own) * own
+    values[7] = weight * part / part.norm() + math.sqrt(1 - weight**2) * own / own.norm()
+    found = Screen(trim=0.25).heard(values, everything(values), agree)
+    assert found.tolist() == [True] * 7 + [heard]
+
+
+@pytest.mark.parametrize(("usual", "heard"), [(0.05, True), (0.2, False)])
+def test_where_hardly_anyone_agrees_nobody_contradicts(usual: float, heard: bool) -> None:
+    values = agreeing(usual)
+    values[7] *= -1
+    assert bool(Screen(trim=0.25).heard(values, everything(values), 1 / 3)[7]) == heard
+
+
+@pytest.mark.parametrize(("alike", "heard"), [(0.65, 8), (0.8, 7)])
+def test_who_deviates_in_the_same_way_counts_as_one(alike: float, heard: int) -> None:
+    """alike: about how much two of them differ from the others in the same way."""
+    generator = torch.Generator().manual_seed(2)
+    values = agreeing(0.5)
+    shared, *own = torch.randn(3, 5000, generator=generator).double()
+    for s in (6, 7):
+        apart = math.sqrt(alike) * shared + math.sqrt(1 - alike) * own[s - 6]
+        values[s] = values[:6].mean(dim=0) + math.sqrt(0.5) * apart
+    assert int(Screen(trim=0.25).heard(values, everything(values), 1 / 3).sum()) == heard
 
 
 def test_what_a_client_lacks_says_nothing_about_it() -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import tempfile
+import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,9 +30,12 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import BertConfig, BertForSequenceClassification
+from typer.main import get_command
 
 import nafi
-from nafi.checkpoints import read
+from nafi.checkpoints import outline_clients, read
+from nafi.cli.app import app
+from nafi.cli.recipe import read_values
 from nafi.errors import NafiError
 from nafi.experiments import load_experiment, read_runs
 from nafi.experiments.config import PAPER
@@ -53,10 +57,18 @@ from nafi.federated.run import Outcome, Round
 from nafi.federated.strategy import State
 from nafi.graph.spec import ModelSpec
 from nafi.probes import load_probe
+from nafi.recipes import extracted_recipe, write_toml
 from tests.federated.grids import LocalGrid
 from tests.federated.networks import CLASSES, FEATURES, Small, normed, pictures, population
 from tests.federated.test_simulation import made
-from tests.fuzz.mutations import edited, edited_bytes, edited_safetensors, junk
+from tests.fuzz.mutations import (
+    edited,
+    edited_bytes,
+    edited_safetensors,
+    header_of,
+    junk,
+    with_header,
+)
 
 CASES = int(os.environ.get("NAFI_FUZZ_CASES", "40"))
 SECONDS = 30  # for a case; then it hangs, even on a busy machine
@@ -276,6 +288,97 @@ def sums(data: st.DataObject) -> None:
 
 
 @cache
+def fuse_parameters() -> list[Any]:
+    """The options of `nafi fuse`, which a recipe may name."""
+    command: Any = get_command(app)
+    return list(command.commands["fuse"].params)
+
+
+RECIPE: dict[str, Any] = {
+    "checkpoints": ["a.safetensors", "b.pt"],
+    "model": "networks:net",
+    "max-width": "1.5x",
+    "sample_counts": [10, 20],
+    "probe": "noise",
+    "seed": 3,
+    "option": {"sweeps": 3, "penalty": 0.5, "clip": "None"},
+}
+
+
+def recipe_bytes(data: st.DataObject) -> bytes:
+    """A recipe with other values, with dates, which only TOML has, or with other bytes."""
+    recipe = data.draw(edited(RECIPE))
+    if not isinstance(recipe, dict):
+        recipe = {data.draw(st.sampled_from([*RECIPE, "taken_from"])): recipe}
+    recipe = without_null(recipe)
+    if data.draw(st.integers(0, 9)) == 9:
+        table = recipe.get("option")
+        date = data.draw(st.dates() | st.times() | st.datetimes())
+        (table if isinstance(table, dict) else recipe)["penalty"] = date
+    text = write_toml(recipe).encode("utf-8", "surrogatepass")
+    return data.draw(edited_bytes(text)) if data.draw(st.booleans()) else text
+
+
+def without_null(value: Any) -> Any:
+    """TOML has no null."""
+    if isinstance(value, dict):
+        return {key: without_null(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_null(each) for each in value if each is not None]
+    return "" if value is None else value
+
+
+def recipes(data: st.DataObject) -> None:
+    values, _ = read_values(file_with(recipe_bytes(data), ".toml"), fuse_parameters())
+    assert set(values) <= {str(parameter.name) for parameter in fuse_parameters()}
+
+
+def recipes_of_outputs(data: st.DataObject) -> None:
+    """What a stranger's file says made it can be printed, and reads back as it was."""
+    content = recipe_bytes(data)
+    if data.draw(st.booleans()):
+        output = folder() / "output"
+        output.mkdir(exist_ok=True)
+        (output / "nafi-recipe.toml").write_bytes(content)
+    else:
+        header = header_of(model_bytes())
+        header["__metadata__"]["nafi-recipe"] = content.decode("utf-8", "replace")
+        output = file_with(with_header(model_bytes(), data.draw(edited(header))))
+    made = extracted_recipe(output)
+    text = write_toml(made)
+    assert repr(tomllib.loads(text)) == repr(made)
+    assert all(character.isprintable() or character == "\n" for character in text)
+
+
+@cache
+def torch_bytes() -> list[bytes]:
+    """Of torch.save, in both of its formats."""
+    torch.manual_seed(0)
+    found = []
+    for zipped in (True, False):
+        stream = io.BytesIO()
+        torch.save(Small().state_dict(), stream, _use_new_zipfile_serialization=zipped)
+        found.append(stream.getvalue())
+    return found
+
+
+def torch_files(data: st.DataObject) -> None:
+    path = file_with(data.draw(edited_bytes(data.draw(st.sampled_from(torch_bytes())))), ".pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nafi.load(path, Small)
+
+
+def outlines(data: st.DataObject) -> None:
+    """What a dry run looks at: shapes alone."""
+    path = file_with(data.draw(edited_safetensors(model_bytes())))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = outline_clients([path, path], "tests.federated.networks:Small")
+    assert all(tensor.is_meta for shapes in found.shapes for tensor in shapes.values())
+
+
+@cache
 def spec_data() -> Any:
     return nafi.groups(Small(), (torch.zeros(2, FEATURES),)).to_dict()
 
@@ -365,6 +468,10 @@ READERS: dict[Callable[[st.DataObject], None], bool] = {
     records: True,
     replies: True,
     sums: True,
+    recipes: True,
+    recipes_of_outputs: True,
+    torch_files: True,
+    outlines: True,
     probes: True,
     other_files: False,
 }

@@ -230,6 +230,10 @@ def test_pinning_a_group_by_hand_takes_its_children_along() -> None:
     [
         ({}, "this is not a ModelSpec"),
         (
+            {"groups": {}, "axes": {"w": [[[2]]]}, "consumed": [["w", float("inf")]]},
+            "this is not a ModelSpec: cannot convert float infinity",
+        ),
+        (
             {"groups": {}, "axes": {"w": [[["nowhere"]]]}},
             r"w refers to unknown groups \['nowhere'\]",
         ),

@@ -110,7 +110,7 @@ def _value(param: click.Parameter, value: Any, place: str) -> Any:
     if name == _OPTION:
         if not isinstance(value, dict):
             raise InputError(f"{place}: found {value!r}, expected a table [option]")
-        return [f"{key}={_word(each)}" for key, each in value.items()]
+        return [f"{key}={_word(each, f'{place}.{key}')}" for key, each in value.items()]
     if name in _JOINED and isinstance(value, list):
         return ",".join(map(str, value))
     if name in _EITHER and type(value) in (int, str):
@@ -136,8 +136,11 @@ def _scalar(param: click.Parameter, value: Any, place: str) -> Any:
     return value
 
 
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _word(value: Any, place: str) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except TypeError:  # of all that TOML has, JSON has no dates
+        raise InputError(f"{place}: found {value!s}, expected no date and no time") from None
 
 
 def _is_path(probe: Any) -> bool:
@@ -182,7 +185,7 @@ def read_word(word: str) -> Any:
     """The value of --option NAME=VALUE: JSON or a word of Python, else text."""
     try:
         return json.loads(_WORDS.get(word, word))
-    except ValueError:
+    except (ValueError, RecursionError):
         return word
 
 

@@ -327,7 +327,7 @@ class ModelSpec:
             )
         except KeyError as error:
             raise SpecError(f"this is not a ModelSpec: it lacks {error}") from None
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise SpecError(f"this is not a ModelSpec: {error}") from None
 
 
