@@ -7,8 +7,8 @@
 Hides: where packages say what their licence is, and how pip says what it installed.
 Promises: a row for every pinned package, with what the installed package says of itself; a package
 that is not installed, or is of another version, is an error. Hashes are those of all files of a
-pinned version, for every platform. A check needs no package and no network, and runs none of the
-code that was installed.
+pinned version, for every platform. A check needs no package and no network, and itself runs none
+of the code that was installed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ documentation. `python tools/dependencies.py` writes this page; a test keeps it 
 `hashes.txt` has the SHA-256 of every file of every pinned version, for all platforms, and of
 PyTorch's CPU build for Linux. pip says what it installed, and `make venv` compares that with the
 list: a package that is not pinned, or a file that is not listed, is named. `make hashes` does the
-same and fails, and so does the gate. Nothing that was installed is run before.
+same and fails, and so does the gate. It is a check after the installation: wheels run nothing
+when they are installed, but pip itself runs in the new environment once more, for the tools. The
+setuptools that builds nafi, which pip fetches apart, is pinned but not checked.
 
 The hashes are not in `constraints.txt`, because pip would then refuse to install nafi itself from
 its folder, which has no hash. And a build of PyTorch from another index, as for CUDA, is not
