@@ -380,7 +380,7 @@ def test_methods_lists_the_registry() -> None:
 def test_methods_shows_the_options_of_one() -> None:
     table = printed("methods", "nafi")
     assert "It uses class_counts, input_moments, probe, sample_counts." in table
-    assert re.search(r"│ penalty +│ 0\.4 +│ a number of at least 0, or a list", table)
+    assert re.search(r"│ penalty +│ None +│ a number of at least 0, or a list", table)
     assert re.search(r"│ trim +│ 0\.0 +│ .*│ see clip", table)
     assert "It has no options." in printed("methods", "fedavg")
 

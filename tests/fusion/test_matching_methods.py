@@ -301,7 +301,7 @@ def test_heads_are_matched_as_heads() -> None:
                 for tensor in other.parameters():
                     tensor.add_(0.1 * tensor.std() * torch.randn_like(tensor))
             others.append(other)
-        found = nafi.fuse([model, *others], inputs)
+        found = nafi.fuse([model, *others], inputs, bases="ordered")
     spec = found.spec
     assert spec is not None
     inside = {name: g.parent for name, g in spec.groups.items() if g.parent is not None}

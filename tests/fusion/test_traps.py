@@ -185,7 +185,7 @@ def test_scores_that_are_not_numbers_never_win() -> None:
         {"max_width": float("inf")},
         {"names": ["a"]},
         {"names": "abc"},
-        {"penalty": None},
+        {"penalty": -0.1},
         {"penalty": []},
         {"evidence": None},
         {"validate": "acc"},
