@@ -9,7 +9,7 @@ checked. Promises: a map of a group's `Freedom` leaves the network's function as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -99,7 +99,8 @@ def free_bases(model: nn.Module, spec: ModelSpec, inputs: Inputs) -> Bases:
     """What is free in a network beyond the order of its neurons.
 
     Only groups are tried that a normalisation runs over and those within others: elsewhere there is
-    an activation function. Cost: one run, and up to four for each group that is tried.
+    an activation function. Cost: three runs, and up to three for each group that is tried by
+    itself; those within heads are first tried all at once.
     """
     candidates = [n for n, g in spec.groups.items() if g.parent is not None or g.rigid]
     if not candidates:
@@ -112,7 +113,7 @@ def free_bases(model: nn.Module, spec: ModelSpec, inputs: Inputs) -> Bases:
     folded = fold_gains(plain, spec, gains)
     if trial.fails(folded):
         gains, folded = (), dict(plain)
-    freedoms = {name: trial.freedom(folded, name) for name in candidates}
+    freedoms = trial.freedoms(folded, candidates)
     free = {name: freedom for name, freedom in freedoms.items() if freedom is not Freedom.ORDER}
     needed = tuple(gain for gain in gains if spec.tensors[gain.name].groups & set(free))
     return Bases(needed, free)
@@ -134,24 +135,43 @@ class _Trial:
         twin = with_tensors(self.probe, dict(state), self.spec.aliases)
         return difference(run(twin, self.inputs), self.expected) > self.tolerance
 
-    def freedom(self, state: Mapping[str, Tensor], group: str) -> Freedom:
-        """The most that may be done to a group, of what was tried."""
-        width = self.spec.widths[group]
-        parent = self.spec.groups[group].parent
+    def freedoms(self, state: Mapping[str, Tensor], groups: Sequence[str]) -> dict[str, Freedom]:
+        """The most that may be done to each of some groups."""
+        inner = [name for name in groups if self.spec.groups[name].parent is not None]
+        mapped = dict(state)
+        for name in inner:
+            if self._is_pair(state, name):
+                mapped = _mapped(mapped, self.spec, name, _stretched(self._orthogonal(name)))
+        pairs = all(self._is_pair(state, name) for name in inner) and not self.fails(mapped)
+        together = dict.fromkeys(inner if pairs else [], Freedom.PAIR)
+        return {n: together[n] if n in together else self.freedom(state, n) for n in groups}
+
+    def _orthogonal(self, group: str) -> Tensor:
+        """(P, J, J) random maps of a group, one for each member of its parent."""
+        parent, width = self.spec.groups[group].parent, self.spec.widths[group]
         count = 1 if parent is None else self.spec.widths[parent]
         normal = torch.randn(count, width, width, generator=self.generator, dtype=torch.float64)
-        orthogonal = torch.linalg.qr(normal).Q
+        orthogonal: Tensor = torch.linalg.qr(normal).Q
+        return orthogonal
+
+    def _is_pair(self, state: Mapping[str, Tensor], group: str) -> bool:
+        """Whether two layers meet in a group, each with as many columns as it has neurons."""
+        width = self.spec.widths[group]
+        wide = [s.rows(state, self.spec).shape[-1] >= width for s in sides(self.spec, group, state)]
+        return wide == [True, True]
+
+    def freedom(self, state: Mapping[str, Tensor], group: str) -> Freedom:
+        """The most that may be done to a group, of what was tried."""
+        width, orthogonal = self.spec.widths[group], self._orthogonal(group)
         if self.fails(self._rotated(state, group, keeping_mean(orthogonal))):
             return Freedom.ORDER
         if self.fails(self._rotated(state, group, orthogonal)):
             # Of two neurons, or one, there is no such map but an order.
             return Freedom.MEAN if width > 2 else Freedom.ORDER
-        pair = sides(self.spec, group, state)
-        # Far from orthogonal, but well conditioned.
-        stretch = torch.linspace(0.5, 2.0, width, dtype=torch.float64)
-        mapped = orthogonal * stretch
-        wide = [side.rows(state, self.spec).shape[-1] >= width for side in pair]
-        if wide != [True, True] or self.fails(_mapped(state, self.spec, group, mapped)):
+        stretched = _stretched(orthogonal)
+        if not self._is_pair(state, group) or self.fails(
+            _mapped(state, self.spec, group, stretched)
+        ):
             return Freedom.ROTATION
         return Freedom.PAIR
 
@@ -202,6 +222,12 @@ def sides(spec: ModelSpec, group: str, state: Mapping[str, Tensor]) -> list[Side
         key = (weight_of.get(part.tensor, part.tensor), start, part.role is Role.OUTGOING)
         found.setdefault(key, []).append(part)
     return [Side(tuple(parts)) for parts in found.values()]
+
+
+def _stretched(orthogonal: Tensor) -> Tensor:
+    """Maps far from orthogonal, but well conditioned."""
+    width = orthogonal.shape[-1]
+    return orthogonal * torch.linspace(0.5, 2.0, width, dtype=orthogonal.dtype)
 
 
 def _mapped(
