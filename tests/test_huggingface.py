@@ -18,9 +18,12 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -51,6 +54,11 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=37, **sizes, **TOKENS))
 
 
+def distilbert() -> nn.Module:
+    sizes = {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 4, "initializer_range": 0.3}
+    return DistilBertForMaskedLM(DistilBertConfig(**sizes, **WORDS))
+
+
 def vit() -> nn.Module:
     images = {"image_size": 8, "patch_size": 4, "num_labels": 3}
     return ViTForImageClassification(ViTConfig(**LAYERS, **SIZES, **images))
@@ -65,6 +73,7 @@ def llama() -> nn.Module:
 NETWORKS: dict[Callable[[], nn.Module], tuple[Any, str, int]] = {
     bert: (AutoModelForSequenceClassification, "intermediate_size", 24),
     gpt2: (AutoModelForCausalLM, "n_inner", 64),
+    distilbert: (AutoModelForMaskedLM, "hidden_dim", 24),
     vit: (AutoModelForImageClassification, "intermediate_size", 24),
     llama: (AutoModelForCausalLM, "intermediate_size", 24),
 }
@@ -285,6 +294,19 @@ def test_networks_go_to_folders_and_files_in_python(folders: Path, tmp_path: Pat
     fuse(tmp_path, "fused.safetensors", "fused", "--out", "again.safetensors")
     again = nafi.load(tmp_path / "again.safetensors")
     assert sum(p.numel() for p in again.parameters()) >= sum(p.numel() for p in loaded.parameters())
+
+
+def test_a_network_that_returns_more_than_a_tensor_is_distilled() -> None:
+    models = [seeded(distilbert, seed) for seed in range(2)]
+    words = torch.randint(37, (16, 6), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": words}
+    result = nafi.fuse(models, inputs, max_width=1.0, probe=inputs, distill=20)
+    with torch.no_grad():
+        mean = sum(model(words[:4]).logits for model in models) / 2
+        error = (result.model(words[:4]).logits - mean).square().mean()
+    told = result.diagnostics["distilled"]
+    assert told["after"] == pytest.approx(float(error), rel=1e-4)
+    assert told["after"] <= told["before"]
 
 
 def test_layers_of_one_field_become_equally_wide_without_a_change(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from dataclasses import fields
 
@@ -14,6 +15,8 @@ import nafi
 from nafi.errors import InputError
 from nafi.fusion import FusionWarning, descent
 from nafi.fusion.layer_sums import add_to_layer
+from nafi.fusion.recording import Recording
+from nafi.fusion.responses import DIRECTIONS, principal_directions
 from nafi.fusion.statistics import RIDGES, LayerStatistics, best_ridge, fit_layer
 from nafi.graph import SpecWarning, groups, permute, random_permutations
 from tests.fusion.networks import gap, outputs, seeded, trained_norms
@@ -395,6 +398,48 @@ def test_a_silent_neuron_is_known_by_what_it_would_have_said() -> None:
     result = nafi.fuse([model, copy], (probe[:2],), probe=probe, max_width=1.0, prior_ratio=100.0)
     one, two = result.assignments["layers.0"]
     assert (one[order["layers.0"].numpy()] == two).all()
+
+
+def test_a_neuron_that_is_silent_in_one_model_alone_disturbs_no_other() -> None:
+    model = seeded(0, 5, 8, 3)
+    spec = groups(model, (torch.randn(2, 5),))
+    order = {"layers.0": torch.tensor([2, 0, 1, 3, 4, 5, 7, 6])}
+    copy = permute(model, spec, order)
+    with torch.no_grad():
+        copy.layers[0].bias[4] -= 100
+    probe = torch.randn(100, 5, generator=torch.Generator().manual_seed(1))
+    result = nafi.fuse([model, copy], (probe[:2],), probe=probe, max_width=1.0, prior_ratio=100.0)
+    one, two = result.assignments["layers.0"]
+    assert (one[order["layers.0"].numpy()] == two).all()
+
+
+@pytest.mark.parametrize("places", [600, 900])
+def test_of_many_neurons_the_principal_directions_are_those_of_all(places: int) -> None:
+    """Against a singular value decomposition; more places than neurons, and fewer."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(700, places, dtype=torch.float64, generator=draw)
+    rows *= torch.linspace(1.0, 0.1, 700, dtype=torch.float64)[:, None]
+    found = principal_directions(list(rows.split([300, 400])))
+    assert [part.shape for part in found] == [(300, DIRECTIONS), (400, DIRECTIONS)]
+    left, values, _ = torch.linalg.svd(rows, full_matrices=False)
+    best = left[:, :DIRECTIONS] * values[:DIRECTIONS]
+    both = torch.cat(found)
+    torch.testing.assert_close(both @ both.T, best @ best.T, rtol=1e-9, atol=1e-9)
+
+
+def test_what_was_recorded_is_gone_before_the_result_is_compared() -> None:
+    """It can be many times as large as the models."""
+    held: dict[str, int] = {}
+
+    def count(step: str, done: int, total: int) -> None:
+        gc.collect()
+        held[step] = sum(type(thing) is Recording for thing in gc.get_objects())
+
+    probe = torch.randn(50, 5, generator=torch.Generator().manual_seed(1))
+    models = [seeded(s, 5, 8, 3) for s in range(2)]
+    nafi.fuse(models, (probe[:2],), probe=probe, progress=count)
+    assert held["merging"] == 2
+    assert held["comparing with the ensemble"] == 0
 
 
 def test_a_limit_of_width_is_made_use_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,7 @@ def fuse(
         prepared = chosen.informed(prepared, alone.clients)
         result = _best(chosen, validate, partial(fuse_variant, prepared=prepared), report)
         result = replace(result, scores=replace(alone, fused=result.diagnostics["score"]))
+    del prepared, fuse_variant  # with all that was recorded on the probe
     if inputs is not None:
         report("comparing with the ensemble", 0, 1)
         result = replace(result, agreement=agreement(clients, result.model, inputs))

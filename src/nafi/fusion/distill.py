@@ -24,7 +24,7 @@ from nafi.fusion.method import Progress
 from nafi.fusion.probe import batch_size
 from nafi.fusion.result import FusionResult
 from nafi.fusion.synthetic import read_or_make
-from nafi.graph import Inputs, call, copy_network, evaluating
+from nafi.graph import Inputs, call, copy_network, evaluating, returned_tensors
 
 HELD_OUT = 0.25
 _EVERY = 10  # steps between two looks at what is held out
@@ -133,7 +133,7 @@ class _Training:
     def error(self, rows: Tensor) -> Tensor:
         """The mean squared difference at some inputs."""
         part = pytree.tree_map(lambda leaf: self._at(leaf, rows), self.inputs)
-        outputs: Tensor = call(self.model, part)
+        (outputs,) = returned_tensors(call(self.model, part))
         return (outputs - self.targets[rows]).square().mean()
 
     def _at(self, leaf: Any, rows: Tensor) -> Any:

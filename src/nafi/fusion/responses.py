@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from scipy.linalg import eigh
 from torch import Tensor
 
 from nafi.fusion.features import NeuronTable
@@ -41,10 +42,11 @@ def response_table(networks: Networks, group: str) -> NeuronTable | None:
         if seen is None:
             return None
         responses.append(seen)
-    rows = principal_directions([seen.flatten(0, -2) for seen in responses])
-    neurons = [
-        row.reshape(*seen.shape[:-1], -1).numpy() for row, seen in zip(rows, responses, strict=True)
-    ]
+    shapes = [seen.shape[:-1] for seen in responses]
+    most = max(seen.shape[-1] for seen in responses)  # fewer where no neuron is silent
+    wide = [torch.nn.functional.pad(seen, (0, most - seen.shape[-1])) for seen in responses]
+    rows = principal_directions([seen.flatten(0, -2) for seen in wide])
+    neurons = [row.reshape(*shape, -1).numpy() for row, shape in zip(rows, shapes, strict=True)]
     return NeuronTable(neurons, [np.ones(neurons[0].shape[-1])] * len(neurons))
 
 
@@ -63,27 +65,41 @@ def plain_responses(networks: Networks, group: str) -> list[Tensor] | None:
 def principal_directions(rows: Sequence[Tensor]) -> list[Tensor]:
     """(J_s, D) for each client's (J_s, M), in the principal directions of all of them.
 
-    Distances are kept as far as `DIRECTIONS` can.
+    Distances are kept as far as `DIRECTIONS` can. Cost: with n the smaller of all rows and M, some
+    n^3 for the directions, and a product of all rows with each other, or of all columns.
     """
     stacked = torch.cat(list(rows))
     tall = len(stacked) > stacked.shape[1]
-    _, vectors = torch.linalg.eigh(stacked.T @ stacked if tall else stacked @ stacked.T)
+    vectors = _last_eigenvectors(stacked.T @ stacked if tall else stacked @ stacked.T)
     directions = vectors if tall else stacked.T @ vectors
-    directions = torch.nn.functional.normalize(directions[:, -DIRECTIONS:], dim=0)
+    directions = torch.nn.functional.normalize(directions, dim=0)
     return list(torch.split(stacked @ directions, [len(of_client) for of_client in rows]))
+
+
+def _last_eigenvectors(gram: Tensor) -> Tensor:
+    """(n, DIRECTIONS) those of the largest eigenvalues, or (n, n) all if there are no more."""
+    size = len(gram)
+    if size < 2 * DIRECTIONS:
+        return torch.linalg.eigh(gram)[1][:, -DIRECTIONS:]
+    # Where many are left out, finding only these takes less than half the time.
+    chosen = [size - DIRECTIONS, size - 1]
+    vectors = eigh(gram.numpy(), subset_by_index=chosen, driver="evr", overwrite_a=True)[1]
+    return torch.from_numpy(vectors)
 
 
 def _responses(recording: Recording, spec: ModelSpec, group: str) -> Tensor | None:
     """(J, M) responses of a group's neurons, (parent's width, J, M) within a parent.
 
-    Each is centred and of norm one, in columns of its own if it is silent.
+    Each is centred and of norm one, in further columns if it is silent.
     """
     names = spec.tensors_of(group)
     read = _watched([recording.read.get(name) for name in names], spec, group)
+    silent = None if read is None else ~read.any(dim=-1, keepdim=True)
+    if silent is not None and not bool(silent.any()):
+        return read
     written = _watched([recording.written.get((name, 0)) for name in names], spec, group)
-    if read is None or written is None:
+    if read is None or silent is None or written is None:
         return read if written is None else written
-    silent = ~read.any(dim=-1, keepdim=True)
     return torch.cat([read, torch.where(silent, written, 0.0)], dim=-1)
 
 
@@ -103,10 +119,11 @@ def _together(seen: Sequence[Activity | None], spec: ModelSpec, group: str) -> T
 
 def _normalised(responses: Tensor) -> Tensor:
     """Centred and of norm one; a neuron that never changes is zero."""
-    centred = responses.double() - responses.double().mean(dim=-1, keepdim=True)
+    centred = responses.double()
+    centred = centred - centred.mean(dim=-1, keepdim=True)
     norms = centred.norm(dim=-1, keepdim=True)
     noise = 1e-6 * responses.abs().amax(dim=-1, keepdim=True) * responses.shape[-1] ** 0.5
-    return torch.where(norms > noise, centred / norms, 0.0)
+    return centred.div_(norms).masked_fill_(~(norms > noise), 0.0)
 
 
 def _parts(seen: Activity, spec: ModelSpec, group: str) -> list[Tensor]:
