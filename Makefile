@@ -67,6 +67,7 @@ bench: .venv/ready-dev
 	$(BIN)/python benchmarks/widths.py
 	$(BIN)/python benchmarks/fusion.py
 	$(BIN)/python benchmarks/refit.py
+	$(BIN)/python benchmarks/gpts.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/federated.py
 

@@ -98,6 +98,21 @@ def test_monai_unet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_data")
+def test_hugging_face(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders become what networks in memory become."""
+    *lines, folders = printed("hugging_face.py", capsys, monkeypatch, "--quick")
+    starts = [line for line in lines if line.startswith("clients start from")]
+    assert len(starts) == 3
+    rows = [line[:28].strip() for line in lines[1:7]]
+    assert rows[:3] == ["one client, mean", "one client, best", "ensemble"]
+    assert rows[3:] == ["mean of weights (fedavg)", "nafi", "nafi with a probe"]
+    (in_memory,) = (numbers(line[28:]) for line in lines[-6:] if line[:28].strip() == "nafi")
+    assert folders.startswith("nafi fuse a/ b/ c/ --out fused/")
+    assert numbers(folders) == [in_memory[0], in_memory[2]]
+
+
 def test_follow_a_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -32,7 +32,8 @@ WITHOUT_PROBE = (
     'some dozens of unlabelled inputs (probe=, --probe FILE); or probe="noise", if you have none; '
     "or train on in rounds (the strategy match-then-average)"
 )
-
+# Inputs whose outputs are averaged at once.
+_AT_ONCE = 16
 
 # What brings more than another setting of the same method.
 _MORE = (
@@ -112,7 +113,7 @@ def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | 
     if any(found != shapes[0] for found in shapes) or not _averages(outputs[0]):
         return None
     shares = shares_of(clients)
-    mean = [weighted_sum(torch.stack(leaves), *shares) for leaves in zip(*outputs, strict=True)]
+    mean = [_mean(leaves, *shares) for leaves in zip(*outputs, strict=True)]
     classes = len(mean) == 1 and mean[0].ndim == 2 and mean[0].shape[1] > 1
     compare = _same_classes if classes else _explained
     return Agreement(
@@ -122,6 +123,14 @@ def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | 
         batch_size(probe),
         clients.names,
     )
+
+
+def _mean(outputs: Sequence[Tensor], shares: Tensor, class_shares: Tensor | None) -> Tensor:
+    """Of all clients' outputs, some inputs at a time: those of words can be larger than a model."""
+    if not outputs[0].ndim:
+        return weighted_sum(torch.stack(list(outputs)), shares, class_shares)
+    parts = zip(*(output.split(_AT_ONCE) for output in outputs), strict=True)
+    return torch.cat([weighted_sum(torch.stack(part), shares, class_shares) for part in parts])
 
 
 def outputs_of(model: nn.Module, inputs: Inputs) -> list[Tensor]:

@@ -42,11 +42,11 @@ def response_table(networks: Networks, group: str) -> NeuronTable | None:
         if seen is None:
             return None
         responses.append(seen)
-    shapes = [seen.shape[:-1] for seen in responses]
     most = max(seen.shape[-1] for seen in responses)  # fewer where no neuron is silent
-    wide = [torch.nn.functional.pad(seen, (0, most - seen.shape[-1])) for seen in responses]
-    rows = principal_directions([seen.flatten(0, -2) for seen in wide])
-    neurons = [row.reshape(*shape, -1).numpy() for row, shape in zip(rows, shapes, strict=True)]
+    rows = principal_directions([_widened(seen.flatten(0, -2), most) for seen in responses])
+    neurons = [
+        row.reshape(*seen.shape[:-1], -1).numpy() for row, seen in zip(rows, responses, strict=True)
+    ]
     return NeuronTable(neurons, [np.ones(neurons[0].shape[-1])] * len(neurons))
 
 
@@ -101,6 +101,12 @@ def _responses(recording: Recording, spec: ModelSpec, group: str) -> Tensor | No
     if read is None or silent is None or written is None:
         return read if written is None else written
     return torch.cat([read, torch.where(silent, written, 0.0)], dim=-1)
+
+
+def _widened(rows: Tensor, width: int) -> Tensor:
+    """With columns of zeros added up to a width."""
+    missing = width - rows.shape[-1]
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
 
 
 def _watched(seen: Sequence[Activity | None], spec: ModelSpec, group: str) -> Tensor | None:

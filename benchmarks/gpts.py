@@ -29,7 +29,7 @@ from nafi.experiments.text import LENGTH
 from nafi.fusion import api, descent, method, networks
 from nafi.graph import Bases
 
-CLIENTS, WORDS, PROBE = 4, 3000, 64
+CLIENTS, WORDS, PROBE = 4, 3000, 32
 WAYS: dict[str, dict[str, Any]] = {
     "by weights": {},
     "by function": {"probe": True, "refit": False},
