@@ -67,7 +67,9 @@ def _targets(clients: Clients, inputs: Inputs) -> Tensor:
     """What the ensemble says; clients weigh in it what they weigh in the fusion."""
     said = [outputs_of(model, inputs) for model in clients.models]
     if any(len(leaves) != 1 or not leaves[0].is_floating_point() for leaves in said):
-        raise InputError("only networks that return one tensor of numbers can be trained on a probe")
+        raise InputError(
+            "only networks that return one tensor of numbers can be trained on a probe"
+        )
     return weighted_sum(torch.stack([leaves[0] for leaves in said]), *shares_of(clients))
 
 
