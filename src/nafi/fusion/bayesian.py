@@ -46,7 +46,8 @@ class Bayesian(MatchingOptions, AligningMethod):
     bases: where nothing acts on neurons one by one, as in the residual stream of a transformer and
         within its heads, there are bases instead of neurons: "rotated" turns those of all models
         into a common one; "learned" then goes on turning them on the probe, until the mean of all
-        weights, not restored in their norms, says what the ensemble says; "ordered" only looks for an order
+        weights says what the ensemble says, and leaves norms as they are; "ordered" only looks for
+        an order
     match_by: with a probe, "responses" to it, or "weights" as without one
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the
