@@ -215,3 +215,9 @@ def test_a_method_whose_package_is_missing_is_refused_before_any_round(
     for name, options in zip(("ot", "match-then-average"), methods, strict=True):
         with pytest.raises(NafiError, match="POT"):
             made(name, **options)
+
+
+@pytest.mark.parametrize("name", ["layerwise", "match-then-average", "match-refit"])
+def test_what_needs_a_probe_is_refused_before_clients_train(name: str) -> None:
+    with pytest.raises(InputError, match="bases: 'learned' needs a probe"):
+        made(name, bases="learned")

@@ -220,6 +220,7 @@ class MatchedRounds(FusionRounds):
         super().__post_init__()
         one_of(["attach", "average"]).check(self.method.batchnorm, "batchnorm")
         self.method.check_one_variant()
+        self.method.check_uses()  # what needs a probe has none in rounds
         check_max_width(getattr(self.method, "max_width", None), self.architecture.spec)
 
     def fused_by(self, round: int) -> Method | None:

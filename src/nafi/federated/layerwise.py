@@ -128,6 +128,7 @@ class Layerwise(Strategy[LayerwiseState]):
         one_of(["attach", "fold"]).check(self.method.batchnorm, "batchnorm")
         one_of(["bottom-up"]).check(self.method.direction, "direction")
         self.method.check_one_variant()
+        self.method.check_uses()  # what needs a probe has none in rounds
         check_max_width(self.method.max_width, self.architecture.spec)
         if self.moments and not self.freeze:
             raise InputError("moments: they need settled layers that stay as they are: freeze=True")

@@ -16,6 +16,7 @@ from nafi.fusion.budget import BUDGET, read_budget
 from nafi.fusion.clients import Clients
 from nafi.fusion.descent import Descent, MatchingOptions
 from nafi.fusion.features import Moments
+from nafi.fusion.learned_bases import learn_bases
 from nafi.fusion.method import AligningMethod, Alignment, Progress
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, check_clip
@@ -26,7 +27,9 @@ from nafi.matching import DIVERGENCES
 from nafi.options import number, one_of, one_or_several, option, optional
 
 DIRECTIONS = ("bottom-up", "top-down")
-BASES = ("rotated", "ordered")
+LEARNED = "learned"
+BASES = ("rotated", LEARNED, "ordered")
+_NEEDS_PROBE = f"bases: {LEARNED!r} needs a probe, the inputs to learn them on: probe="
 # Where nothing else says how wide the fused network is to be.
 PENALTY = 0.4
 
@@ -42,7 +45,9 @@ class Bayesian(MatchingOptions, AligningMethod):
         "2.0 flops", times one client's, or a size such as "300 kB". A list needs validate=
     bases: where nothing acts on neurons one by one, as in the residual stream of a transformer and
         within its heads, there are bases instead of neurons: "rotated" turns those of all models
-        into a common one, "ordered" only looks for an order
+        into a common one; "learned" then goes on turning them on the probe, until the mean of all
+        weights says what the ensemble says, and leaves norms as they are; "ordered" only looks for
+        an order
     match_by: with a probe, "responses" to it, or "weights" as without one
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the
@@ -74,17 +79,30 @@ class Bayesian(MatchingOptions, AligningMethod):
     def screen(self) -> Screen:
         return Screen(self.clip, self.trim)
 
+    @property
+    def restores_norm(self) -> bool:
+        return self.restore_norm and self.bases != LEARNED
+
+    def check_uses(self, **known: object) -> None:
+        super().check_uses(**known)
+        if self.bases == LEARNED and known.get("probe") is None:
+            raise InputError(_NEEDS_PROBE)
+
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
         networks = super().prepare(clients, example_inputs, spec)
         networks.clients.check_classes(networks.spec)
         check_moments(networks)
-        if self.bases == "rotated" and not networks.batchnorm.merges_unfolded:
+        if self.bases != "ordered" and not networks.batchnorm.merges_unfolded:
             networks = networks.in_canonical_bases()
         return networks.screened(self.screen)
 
     def align(self, networks: Networks, progress: Progress) -> Alignment:
+        if self.bases == LEARNED and networks.probe is None:
+            raise InputError(_NEEDS_PROBE)
         descent = self.descent(networks, moments=check_moments(networks))
         descent.run(self.direction, progress)
+        if self.bases == LEARNED:
+            return learn_bases(networks, descent.alignment, progress, self.seed)
         return descent.alignment
 
     def descent(

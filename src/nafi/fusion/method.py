@@ -138,6 +138,11 @@ class AligningMethod(Method):
         """What is done against harmful models; nothing, unless a method has options for it."""
         return Screen()
 
+    @property
+    def restores_norm(self) -> bool:
+        """Whether merged neurons get the norm of their members."""
+        return self.restore_norm
+
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
         """The clients' networks with groups found and normalisation folded."""
         return prepare_networks(clients, example_inputs, spec, self.batchnorm)
@@ -158,7 +163,7 @@ class AligningMethod(Method):
         alignment = self.align(prepared, progress)
         placements, widths = alignment.placements, alignment.widths
         model = merged_network(
-            prepared, placements, widths, restore_norm=self.restore_norm, screen=self.screen
+            prepared, placements, widths, restore_norm=self.restores_norm, screen=self.screen
         )
         refitted = Refit()
         if prepared.probe is not None and self.refit:

@@ -1,0 +1,102 @@
+"""Training on a probe, without labels, towards what the ensemble of the clients says.
+
+Hides: the loop. Promises: part of the probe is held out, and the parameters that do best on it are
+kept, so that on those inputs the result is never further from the ensemble than it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from nafi.errors import InputError
+from nafi.fusion.clients import Clients
+from nafi.fusion.ensemble import shares_of, weighted_sum
+from nafi.fusion.judge import outputs_of
+from nafi.fusion.probe import batch_size
+from nafi.graph import Inputs, call, evaluating, returned_tensors
+
+HELD_OUT = 0.25
+_EVERY = 10  # steps between two looks at what is held out
+
+
+def imitate(
+    network: nn.Module,
+    clients: Clients,
+    inputs: Inputs,
+    progress: Callable[[int], None],
+    *,
+    steps: int,
+    rate: float,
+    batch: int,
+    seed: int,
+) -> tuple[float, float]:
+    """Train all parameters of a network, in place; the error on held-out inputs before and after.
+
+    progress: called with the number of steps that are done
+    steps, rate, batch: of Adam, on three quarters of the probe
+    """
+    count = batch_size(inputs)
+    held = torch.arange(max(1, round(HELD_OUT * count)))
+    rest = torch.arange(len(held), count)
+    if not len(rest):
+        raise InputError("probe: found one input, expected some dozens")
+    training = _Training(network, inputs, _targets(clients, inputs), held)
+    before = training.best
+    generator = torch.Generator().manual_seed(seed)
+    learnt = [p for p in network.parameters() if p.is_floating_point()]
+    optimiser = torch.optim.Adam([p.requires_grad_(True) for p in learnt], lr=rate)
+    for step in range(steps):
+        progress(step)
+        drawn = rest[torch.randint(len(rest), (min(batch, len(rest)),), generator=generator)]
+        optimiser.zero_grad()
+        with torch.enable_grad():
+            training.error(drawn).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        if step % _EVERY == _EVERY - 1 or step == steps - 1:
+            training.look()
+    network.load_state_dict(training.state)
+    return before, training.best
+
+
+def _targets(clients: Clients, inputs: Inputs) -> Tensor:
+    """What the ensemble says; clients weigh in it what they weigh in the fusion."""
+    said = [outputs_of(model, inputs) for model in clients.models]
+    if any(len(leaves) != 1 or not leaves[0].is_floating_point() for leaves in said):
+        raise InputError(
+            "only networks that return one tensor of numbers can be trained on a probe"
+        )
+    return weighted_sum(torch.stack([leaves[0] for leaves in said]), *shares_of(clients))
+
+
+class _Training:
+    """A network on its way to the targets; the state that did best on what is held out."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, targets: Tensor, held: Tensor) -> None:
+        self.model, self.inputs, self.held = model, inputs, held
+        self.targets = targets.to(next(model.parameters()))
+        self.size = batch_size(inputs)
+        self.best = float("inf")
+        self.look()
+
+    def error(self, rows: Tensor) -> Tensor:
+        """The mean squared difference at some inputs."""
+        part = pytree.tree_map(lambda leaf: self._at(leaf, rows), self.inputs)
+        (outputs,) = returned_tensors(call(self.model, part))
+        return (outputs - self.targets[rows]).square().mean()
+
+    def _at(self, leaf: Any, rows: Tensor) -> Any:
+        batched = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == self.size
+        return leaf[rows] if batched else leaf
+
+    def look(self) -> None:
+        """Keep the state if it does better than all before."""
+        with evaluating(self.model):
+            found = float(self.error(self.held))
+        if found < self.best:
+            self.best = found
+            self.state = {n: t.detach().clone() for n, t in self.model.state_dict().items()}
