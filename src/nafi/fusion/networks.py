@@ -137,11 +137,13 @@ class Networks:
     def local_widths(self, group: str) -> list[int]:
         return [spec.groups[group].width for spec in self.specs]
 
-    @cached_property
+    @property
     def merging(self) -> Networks:
         """What is averaged once the neurons have their places."""
-        return self.unfolded() if self.batchnorm.merges_unfolded else self
+        # Not cached: an object that holds itself is not freed when it is no longer used.
+        return self.unfolded if self.batchnorm.merges_unfolded else self
 
+    @cached_property
     def unfolded(self) -> Networks:
         """What is averaged if normalisation is as well.
 
