@@ -129,7 +129,7 @@ def _mean(outputs: Sequence[Tensor], shares: Tensor, class_shares: Tensor | None
     """Of all clients' outputs, some inputs at a time: those of words can be larger than a model."""
     if not outputs[0].ndim:
         return weighted_sum(torch.stack(list(outputs)), shares, class_shares)
-    parts = zip(*(output.split(_AT_ONCE) for output in outputs), strict=True)
+    parts = zip(*(torch.split(output, _AT_ONCE) for output in outputs), strict=True)
     return torch.cat([weighted_sum(torch.stack(part), shares, class_shares) for part in parts])
 
 

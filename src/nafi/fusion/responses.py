@@ -80,7 +80,8 @@ def _last_eigenvectors(gram: Tensor) -> Tensor:
     """(n, DIRECTIONS) those of the largest eigenvalues, or (n, n) all if there are no more."""
     size = len(gram)
     if size < 2 * DIRECTIONS:
-        return torch.linalg.eigh(gram)[1][:, -DIRECTIONS:]
+        every: Tensor = torch.linalg.eigh(gram)[1]
+        return every[:, -DIRECTIONS:]
     # Where many are left out, finding only these takes less than half the time.
     chosen = [size - DIRECTIONS, size - 1]
     vectors = eigh(gram.numpy(), subset_by_index=chosen, driver="evr", overwrite_a=True)[1]
