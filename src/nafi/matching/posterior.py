@@ -67,7 +67,9 @@ class Posterior:
         missing = spare - int(np.count_nonzero(~taken))
         if missing <= 0:
             return taken
-        grow = max(missing, len(self.eta))  # doubling, so that copies are rare
+        # Doubling, so that copies are rare, but to no more than there can ever be.
+        most = sum(model.width for model in self.inputs.models)
+        grow = max(missing, min(len(self.eta), most - len(self.eta)))
         self.eta = np.concatenate([self.eta, np.repeat(self.inputs.prior.eta, grow, axis=0)])
         self.members = np.concatenate([self.members, np.zeros((grow, self.members.shape[1]))])
         return np.concatenate([taken, np.zeros(grow, dtype=np.bool_)])
