@@ -63,7 +63,8 @@ class CoordinateDescent:
         """
         models = self.inputs.models
         branches = [Branch(list(range(len(self.costs))), Posterior(self.inputs))]
-        widest_first = sorted(range(len(models)), key=lambda s: -models[s].width)
+        widths = self.inputs.widths
+        widest_first = sorted(range(len(models)), key=lambda s: -widths[s])
         branches = self._sweep(branches, widest_first)
         for _ in range(sweeps):
             if all(len(branch.settled) == len(models) for branch in branches):
@@ -81,18 +82,30 @@ class CoordinateDescent:
         room = min(self.prior.room(existing, model.width), self.max_width - existing, model.width)
         joining = np.empty((0, model.width))
         if existing:
-            joining = self.costs[cost](neurons.gaussian, model, neurons.products)[neurons.slots]
-            joining += self.prior.shared(neurons.counts)[:, None]
-        return assign(joining, self.openings[cost][model.index], self.prior.opened(room))
+            joining = self._costs(cost, neurons.gaussian, model, neurons.products)[neurons.slots]
+            if model.owners is None:
+                joining += self.prior.shared(neurons.counts)[:, None]
+            else:
+                joining += self.prior.joined(neurons.counts, model.owners)
+        return assign(joining, self.opening(cost, model), self.prior.opened(room))
 
-    @cached_property
-    def openings(self) -> list[list[Array]]:
-        """Per cost and model (J,): the cost of a new neuron, a global one equal to the prior."""
+    def opening(self, cost: int, model: LocalModel) -> Array:
+        """(J,) the cost of a new neuron, a global one equal to the prior."""
         prior = self.inputs.prior
-        return [
-            [cost(prior, model, direct_products(prior, model))[0] for model in self.inputs.models]
-            for cost in self.costs
-        ]
+        costs: Array = self._costs(cost, prior, model, direct_products(prior, model))[0]
+        return costs if model.owners is None else costs + self.prior.gathered(model.owners)
+
+    def _costs(
+        self, cost: int, gaussian: Gaussian, model: LocalModel, products: list[Array]
+    ) -> Array:
+        """(I, J) the costs of all pairs, without popularity."""
+        if model.owners is None:
+            return self.costs[cost](gaussian, model, products)
+        values = np.empty((len(gaussian.eta), model.width))
+        for rows, part in model.parts:
+            of_part = [product[:, rows] for product in products]
+            values[:, rows] = self.costs[cost](gaussian, part, of_part)
+        return values
 
     @cached_property
     def _gram(self) -> GramProducts:
@@ -166,6 +179,8 @@ class CoordinateDescent:
             assignments=tuple(number[a] for a in posterior.assignments if a is not None),
             posterior=posterior.at(slots),
             counts=posterior.counts(slots).astype(np.intp),
+            prior=self.inputs.prior,
+            models=self.inputs.count,
             history=tuple(branch.history),
             converged=len(branch.settled) == len(self.inputs.models),
         )
