@@ -54,6 +54,7 @@ class Bayesian(MatchingOptions, AligningMethod):
         {"class_counts", "sample_counts", "input_moments", "probe"}
     )
 
+    streams: ClassVar[bool] = True
     lists: ClassVar[tuple[str, ...]] = ("budget",)
 
     direction: str = option(one_of(DIRECTIONS), "bottom-up")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from nafi.fusion.clients import Array
 from nafi.fusion.features import Moments, NeuronTable, known_share
 from nafi.fusion.heads import comparable
 from nafi.fusion.method import Alignment, Progress
@@ -66,7 +67,7 @@ class MatchingOptions(Options, ABC):
         penalty, divergence = self.cost
         return match(
             table.neurons,
-            precisions=[noise * weights for weights in table.weights],
+            precisions=_scaled(table.weights, noise),
             prior_precision=prior,
             mass=self.mass,
             penalty=penalty,
@@ -82,11 +83,10 @@ class MatchingOptions(Options, ABC):
         """The precision of a column of weight 1."""
         if self.noise_precision is not None:
             return self.noise_precision
-        total = sum(
-            float((np.square(neurons) @ weights).sum())
-            for neurons, weights in zip(table.neurons, table.weights, strict=True)
-        )
-        count = sum(neurons[..., 0].size for neurons in table.neurons)
+        total, count = 0.0, 0
+        for neurons, weights in zip(table.neurons, table.weights, strict=True):
+            total += float((np.square(neurons) @ weights).sum())
+            count += neurons[..., 0].size
         return self.evidence * count / total if total > 0 else 1.0
 
 
@@ -169,9 +169,7 @@ class Descent:
     def _match(self, table: NeuronTable, limit: int, noise: float) -> Matching:
         """Match in the order of the ranking, and answer in that of the clients."""
         ranking = self.networks.ranking
-        ranked = NeuronTable(
-            [table.neurons[s] for s in ranking], [table.weights[s] for s in ranking]
-        )
+        ranked = table.ranked(ranking)
         matching = self.options.match(ranked, limit, noise)
         if self.match_by == "responses" and limit < sum(map(len, table.neurons)):
             # A refit makes good use of every neuron that it may have.
@@ -222,6 +220,12 @@ class Descent:
     def _place(self, group: str, assigned: Sequence[Index], width: int) -> None:
         for placements, places in zip(self.placements, assigned, strict=True):
             placements[group] = Positions(torch.from_numpy(places), width)
+
+
+def _scaled(weights: Sequence[Array], noise: float) -> list[Array]:
+    """Every row times the noise; rows that are one stay one."""
+    scaled = {id(row): noise * row for row in weights}
+    return [scaled[id(row)] for row in weights]
 
 
 def next_group(networks: Networks, direction: str, matched: Sequence[str]) -> str:
