@@ -39,6 +39,7 @@ from nafi.fusion.probe import (
 )
 from nafi.fusion.registry import make_method
 from nafi.fusion.result import FusionResult
+from nafi.fusion.stored import StoredModels
 from nafi.fusion.synthetic import synthetic_probe
 from nafi.graph import (
     Inputs,
@@ -121,8 +122,10 @@ def fuse(
         input_moments=input_moments,
         probe=probe,
     )
-    clients = check_clients(models, class_counts, sample_counts, names, input_moments)
     check_inputs(example_inputs)
+    if isinstance(models, StoredModels):
+        models = models.with_inputs(example_inputs)
+    clients = check_clients(models, class_counts, sample_counts, names, input_moments)
     chosen.check_stored(clients)
     if clients.stored and probe is not None:
         raise InputError(

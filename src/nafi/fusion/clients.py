@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, unlike
-from nafi.fusion.stored import StoredModels, StoredStates, outlines
+from nafi.fusion.stored import StoredModels, StoredStates, chosen_models, outlines
 from nafi.graph import (
     ModelSpec,
     TensorSpec,
@@ -71,7 +71,7 @@ class Clients:
         index = list(chosen)
         moments = self.input_moments
         return Clients(
-            tuple(self.models[s] for s in chosen),
+            chosen_models(self.models, chosen),
             tuple(self.names[s] for s in chosen),
             None if self.class_counts is None else self.class_counts[index],
             None if self.sample_counts is None else self.sample_counts[index],

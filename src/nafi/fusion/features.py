@@ -25,7 +25,7 @@ from nafi.graph import (
     rows_first,
     stretches,
 )
-from nafi.matching import Streamed
+from nafi.matching import Owners, Streamed
 
 # Inputs that are always zero say nothing of a column, but no column is left without any weight.
 LEAST_MOMENT = 1e-3
@@ -42,10 +42,12 @@ class NeuronTable:
     neurons: for each client (J_s, D), or (parent's width, J_s, D) for a group with a parent; read
         again whenever they are needed where the clients stay in files
     weights: for each client (D,) the weight of each column
+    owners: for each client how many clients its neurons stand for, if that is not one
     """
 
     neurons: Sequence[Array]
     weights: Sequence[Array]
+    owners: Sequence[Owners] | None = None
 
     def ranked(self, order: Sequence[int]) -> NeuronTable:
         """The same with the clients in another order."""
@@ -55,7 +57,8 @@ class NeuronTable:
             neurons = Streamed(widths, self.neurons.dimension, lambda k: read(order[k]))
         else:
             neurons = [self.neurons[s] for s in order]
-        return NeuronTable(neurons, [self.weights[s] for s in order])
+        owners = None if self.owners is None else [self.owners[s] for s in order]
+        return NeuronTable(neurons, [self.weights[s] for s in order], owners)
 
 
 def usable(stretch: Stretch, matched: Collection[str]) -> bool:

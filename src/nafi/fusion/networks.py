@@ -137,6 +137,25 @@ class Networks:
             states=self.states[index : index + 1],
         )
 
+    def group(self, chosen: Sequence[int]) -> Networks:
+        """Some of the clients, with the first of all as a template."""
+        states = self.states
+        return self.with_clients(
+            self.clients.only(*chosen),
+            [self.specs[s] for s in chosen],
+            states.chosen(chosen)
+            if isinstance(states, StoredStates)
+            else tuple(states[s] for s in chosen),
+        )
+
+    def with_clients(
+        self, clients: Clients, specs: Sequence[ModelSpec], states: Sequence[Mapping[str, Tensor]]
+    ) -> Networks:
+        """Other clients of the same architecture; what can grow in it is the same."""
+        twin = replace(self, clients=clients, specs=tuple(specs), states=states)
+        vars(twin)["_growth"] = self._growth  # which holds for the template, not for these clients
+        return twin
+
     def local_widths(self, group: str) -> list[int]:
         return [spec.groups[group].width for spec in self.specs]
 

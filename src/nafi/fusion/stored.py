@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, overload
+from typing import Any, Self, overload
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nafi.graph import named_tensors
+from nafi.errors import CheckpointError
+from nafi.graph import Inputs, named_tensors
 
 State = Mapping[str, Tensor]
 
@@ -37,6 +38,10 @@ class StoredModels(Sequence[nn.Module], ABC):
         """The same as tensors of the device "meta", which hold no numbers."""
 
     @abstractmethod
+    def with_inputs(self, example_inputs: Inputs) -> Self:
+        """The same, with inputs by which a network can be made at other widths."""
+
+    @abstractmethod
     def network(self, index: int) -> nn.Module:
         """One network."""
 
@@ -50,6 +55,35 @@ class StoredModels(Sequence[nn.Module], ABC):
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self.network(index)
+
+
+class _Chosen(StoredModels):
+    """Some of the networks."""
+
+    def __init__(self, models: StoredModels, chosen: Sequence[int]) -> None:
+        self._models, self._chosen = models, chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def tensors(self, index: int) -> State:
+        return self._models.tensors(self._chosen[index])
+
+    def outline(self, index: int) -> State:
+        return self._models.outline(self._chosen[index])
+
+    def with_inputs(self, example_inputs: Inputs) -> _Chosen:
+        return _Chosen(self._models.with_inputs(example_inputs), self._chosen)
+
+    def network(self, index: int) -> nn.Module:
+        return self._models.network(self._chosen[index])
+
+
+def chosen_models(models: Sequence[nn.Module], chosen: Sequence[int]) -> Sequence[nn.Module]:
+    """Some of the networks; those in files stay there."""
+    if isinstance(models, StoredModels):
+        return _Chosen(models, chosen)
+    return tuple(models[s] for s in chosen)
 
 
 def outlines(models: Sequence[nn.Module]) -> Iterator[State]:
@@ -69,7 +103,10 @@ class FileTensors(Mapping[str, Tensor]):
         self._path, self._names = path, names
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(self._names[name])
+        try:
+            tensor: Tensor = self._file.get_tensor(self._names[name])
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._path}: {name} cannot be read: {error}") from None
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -99,14 +136,18 @@ class StoredStates(Sequence[State]):
     def __getitem__(self, index: slice) -> Sequence[State]: ...
     def __getitem__(self, index: int | slice) -> State | Sequence[State]:
         if isinstance(index, slice):
-            chosen = range(*index.indices(self._count))
-            return StoredStates(len(chosen), lambda s: self._read(chosen[s]))
+            return self.chosen(range(*index.indices(self._count)))
         if not 0 <= index < self._count:
             raise IndexError(index)
         if self._last is None or self._last[0] != index:
             self._last = None  # not two at a time
             self._last = index, self._read(index)
         return self._last[1]
+
+    def chosen(self, indices: Sequence[int]) -> StoredStates:
+        """Those of some networks."""
+        read = self._read
+        return StoredStates(len(indices), lambda s: read(indices[s]))
 
 
 class Spill:
