@@ -66,7 +66,8 @@ class CoordinateDescent:
         """
         models = self.inputs.models
         branches = [Branch(list(range(len(self.costs))), Posterior(self.inputs))]
-        widest_first = sorted(range(len(models)), key=lambda s: -models[s].width)
+        widths = self.inputs.widths
+        widest_first = sorted(range(len(models)), key=lambda s: -widths[s])
         branches = self._sweep(branches, widest_first)
         for _ in range(sweeps):
             if all(len(branch.settled) == len(models) for branch in branches):
@@ -78,25 +79,38 @@ class CoordinateDescent:
             results |= {cost: self._matching(branch) for cost in branch.costs}
         return [results[cost] for cost in range(len(self.costs))]
 
-    def best(self, cost: int, neurons: Iterable[GlobalNeurons], existing: int, s: int) -> Index:
-        """(J,) model s's best assignment: i for the i-th of the existing, I and above: new."""
-        model = self.inputs.models[s]
+    def best(
+        self, cost: int, neurons: Iterable[GlobalNeurons], existing: int, model: LocalModel
+    ) -> Index:
+        """(J,) the best assignment: i for the i-th of the existing, I and above: new."""
         room = min(self.prior.room(existing, model.width), self.max_width - existing, model.width)
-        problem = AssignmentProblem(existing, self.openings[cost][s], self.prior.opened(room))
+        problem = AssignmentProblem(existing, self.opening(cost, model), self.prior.opened(room))
         for part in neurons:
-            joining = self.costs[cost](part.gaussian, model, part.products)[part.taken]
-            joining += self.prior.shared(part.counts)[:, None]
+            joining = self._costs(cost, part.gaussian, model, part.products)[part.taken]
+            if model.owners is None:
+                joining += self.prior.shared(part.counts)[:, None]
+            else:
+                joining += self.prior.joined(part.counts, model.owners)
             problem.add(part.first, joining)
         return problem.solve()
 
-    @cached_property
-    def openings(self) -> list[list[Array]]:
-        """Per cost and model (J,): the cost of a new neuron, a global one equal to the prior."""
+    def opening(self, cost: int, model: LocalModel) -> Array:
+        """(J,) the cost of a new neuron, a global one equal to the prior."""
         prior = self.inputs.prior
-        return [
-            [cost(prior, model, direct_products(prior, model))[0] for model in self.inputs.models]
-            for cost in self.costs
-        ]
+        costs: Array = self._costs(cost, prior, model, direct_products(prior, model))[0]
+        return costs if model.owners is None else costs + self.prior.gathered(model.owners)
+
+    def _costs(
+        self, cost: int, gaussian: Gaussian, model: LocalModel, products: list[Array]
+    ) -> Array:
+        """(I, J) the costs of all pairs, without popularity."""
+        if model.owners is None:
+            return self.costs[cost](gaussian, model, products)
+        values = np.empty((len(gaussian.eta), model.width))
+        for rows, part in model.parts:
+            of_part = [product[:, rows] for product in products]
+            values[:, rows] = self.costs[cost](gaussian, part, of_part)
+        return values
 
     @cached_property
     def _gram(self) -> GramProducts:
@@ -133,7 +147,7 @@ class CoordinateDescent:
             neurons = list(neurons)  # all costs use the same products
         choices: dict[bytes, tuple[Index, list[int]]] = {}
         for cost in branch.costs:
-            slots = _slots_of(self.best(cost, neurons, len(existing), s), taken, before)
+            slots = _slots_of(self.best(cost, neurons, len(existing), model), taken, before)
             choices.setdefault(slots.tobytes(), (slots, []))[1].append(cost)
         parts = [branch.split(costs) for _, costs in list(choices.values())[1:]]
         branch.costs = next(iter(choices.values()))[1]
@@ -181,6 +195,8 @@ class CoordinateDescent:
             assignments=tuple(number[a] for a in posterior.assignments if a is not None),
             posterior=posterior.at(slots),
             counts=posterior.counts(slots).astype(np.intp),
+            prior=self.inputs.prior,
+            models=self.inputs.count,
             history=tuple(branch.history),
             converged=len(branch.settled) == len(self.inputs.models),
         )

@@ -112,8 +112,11 @@ class GramProducts:
     """
 
     def __init__(self, inputs: MatchingInput) -> None:
-        widths = [model.width for model in inputs.models]
-        owner = np.repeat(np.arange(len(widths)), widths)
+        widths = inputs.widths
+        blocks = len(inputs.columns.sizes)
+        precision = np.concatenate(
+            [np.broadcast_to(model.precision, (model.width, blocks)) for model in inputs.models]
+        )
         neurons = np.concatenate([model.neurons for model in inputs.models])
         self._offsets = np.concatenate([[0], np.cumsum(widths)])
         self._gram: list[list[Array]] = []  # per model and wide block (N, J): t_n w_n . w_j
@@ -123,14 +126,14 @@ class GramProducts:
             self._prior.append([])
             for number, block in enumerate(inputs.columns.wide):
                 gram = neurons[:, block] @ model.neurons[:, block].T
-                gram *= inputs.precisions[owner, number, None]
+                gram *= precision[:, number, None]
                 self._gram[-1].append(gram)
                 self._prior[-1].append(model.neurons[:, block] @ inputs.prior.eta[0, block])
 
     @staticmethod
     def bytes_needed(inputs: MatchingInput) -> int:
         """The memory of the matrices."""
-        return 8 * sum(m.width for m in inputs.models) ** 2 * len(inputs.columns.wide)
+        return 8 * sum(inputs.widths) ** 2 * len(inputs.columns.wide)
 
     def __call__(self, posterior: Posterior, slots: int, model: LocalModel) -> list[Array]:
         """As `direct_products`, for the global neurons in the first `slots` slots."""
