@@ -52,9 +52,9 @@ class Summary:
 
 
 def groups_of(networks: Networks, size: int) -> list[list[int]]:
-    """The clients in groups of at most so many, which do not depend on their order."""
+    """The clients in groups of at most so many: neighbours by rank, whatever the caller's order."""
     count = ceil(len(networks.specs) / size)
-    return [networks.ranking[group::count] for group in range(count)]
+    return [group.tolist() for group in np.array_split(networks.ranking, count)]
 
 
 def summarise(networks: Networks, match: Match) -> Summary:
