@@ -18,6 +18,7 @@ from nafi.federated import (
     Acceptance,
     Architecture,
     Callback,
+    Form,
     Layerwise,
     State,
     Strategy,
@@ -31,6 +32,7 @@ from nafi.federated import (
     refit,
     simulate,
 )
+from nafi.federated.architecture import Tensors
 from nafi.federated.checkpoint import read_state
 from nafi.federated.disk import on_disk
 from nafi.federated.seats import Seat
@@ -78,15 +80,21 @@ def test_a_folder_that_cannot_be_written_is_named(
         on_disk({"w": torch.zeros(5000)})
 
 
+def in_memory(
+    architecture: Architecture, form: Form, states: list[Tensors], method: object
+) -> list[nn.Module]:
+    return [architecture.filled(form, state) for state in states]
+
+
 @pytest.mark.parametrize("name", KEEPERS)
 def test_what_is_on_disk_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it on disk and shared, beside all of it in memory and copied."""
+    """All of it on disk and read a client at a time, beside all of it in memory and copied."""
     monkeypatch.setattr(disk, "_SMALLEST", 1)
     strategy = made(name)
     run = simulate(strategy, list(population()), work(strategy))
     for module in (averaging, layerwise, refit):
         monkeypatch.setattr(module, "on_disk", dict)
-    monkeypatch.setattr(Architecture, "sharing", Architecture.filled)
+        monkeypatch.setattr(module, "networks_of", in_memory)
     strategy = made(name)
     plain = simulate(strategy, list(population()), work(strategy))
     ours, theirs = run.model.state_dict(), plain.model.state_dict()
@@ -98,8 +106,7 @@ def large() -> nn.Module:
 
 
 def watched(strategy: Strategy, state: State, clients: int) -> Iterator[Update]:
-    """Updates of random weights, each of which must be gone from memory when the next but one
-    is asked for."""
+    """Updates of random weights; when one is asked for, only the last may still be in memory."""
     shapes = strategy.architecture.shapes(state.form)
     sent: list[weakref.ref[Tensor]] = []
     for client in range(clients):

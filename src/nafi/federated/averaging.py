@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from nafi.errors import InputError
 from nafi.federated.architecture import Form, Tensors
 from nafi.federated.disk import on_disk
+from nafi.federated.kept import networks_of
 from nafi.federated.statistics import head_names
 from nafi.federated.strategies import strategy
 from nafi.federated.strategy import (
@@ -150,7 +151,8 @@ class FusionRounds(Strategy[State]):
 
     def _fused(self, state: State, updates: list[Update], method: Method) -> State:
         frozen = self._frozen(state)
-        models = [self.architecture.sharing(state.form, {**frozen, **u.tensors}) for u in updates]
+        states = [{**frozen, **update.tensors} for update in updates]
+        models = networks_of(self.architecture, state.form, states, method)
         spec = self.architecture.spec_of(state.form)
         if len(models) == 1:
             return replace(state, round=state.round + 1, tensors=dict(updates[0].tensors))

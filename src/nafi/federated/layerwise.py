@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nafi.errors import InputError, few
 from nafi.federated.architecture import Form, Tensors, load_tensors
 from nafi.federated.disk import on_disk
+from nafi.federated.kept import KeptModels, networks_of
 from nafi.federated.latest import Latest
 from nafi.federated.request import Request
 from nafi.federated.statistics import expected_sums, probing_inputs, read_layer, sums_name
@@ -261,11 +262,9 @@ class Layerwise(Strategy[LayerwiseState]):
                 f"found {len(members)} clients that sent weights, expected at least two to match; "
                 "let more of them take part in a round"
             )
+        states = [{**state.tensors, **member.tensors} for member in members]
         clients = check_clients(
-            [
-                self.architecture.sharing(state.form, {**state.tensors, **m.tensors})
-                for m in members
-            ],
+            networks_of(self.architecture, state.form, states, self.method),
             class_table(member.class_counts for member in members),
             [member.samples for member in members],
             [f"client {name}" for name in state.members],
@@ -294,9 +293,13 @@ class Layerwise(Strategy[LayerwiseState]):
             }
             state = {**settled, **on_disk(own)}
             states.append(state | {other: state[name] for other, name in fitted.aliases.items()})
+        # Nobody asks for these models: the states have all that is new.
+        models: Sequence[nn.Module] = (original,) * count
+        if networks.clients.stored:
+            models = KeptModels(self.architecture, form, states)
         return replace(
             networks,
-            clients=replace(networks.clients, models=(original,) * count),
+            clients=replace(networks.clients, models=models),
             original=original,
             template=template,
             architecture=spec,

@@ -20,6 +20,7 @@ from nafi.errors import InputError
 from nafi.federated.architecture import Form, Tensors
 from nafi.federated.averaging import MatchThenAverage
 from nafi.federated.disk import on_disk
+from nafi.federated.kept import networks_of
 from nafi.federated.latest import Latest
 from nafi.federated.request import Request
 from nafi.federated.statistics import OWN, OWNED, probing_inputs, read_errors, read_layer
@@ -157,7 +158,7 @@ class MatchRefit(MatchThenAverage):
 
     def _prepared(self, state: State, updates: Sequence[Update], method: Bayesian) -> Networks:
         clients = check_clients(
-            [self.architecture.sharing(state.form, u.tensors) for u in updates],
+            networks_of(self.architecture, state.form, [u.tensors for u in updates], method),
             class_table(u.class_counts for u in updates),
             [u.samples for u in updates],
             [f"client {u.client}" for u in updates],
