@@ -40,10 +40,11 @@ def on_disk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 file.seek(starts[name])
                 file.write(_bytes_of(tensor))
             mapped = torch.UntypedStorage.from_file(file.name, shared=False, nbytes=size)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the second where no more files can be mapped
         raise InputError(
             f"cannot keep what clients sent in {tempfile.gettempdir()}: "
-            f"{error.strerror or error}; make room, or set TMPDIR to a folder with more"
+            f"{getattr(error, 'strerror', None) or error}; make room, or set TMPDIR to a folder "
+            "with more"
         ) from None
     assert isinstance(mapped, torch.UntypedStorage)
     return {name: _view(mapped, starts[name], tensor) for name, tensor in tensors.items()}
