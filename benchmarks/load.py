@@ -3,6 +3,9 @@
 `python benchmarks/load.py` prints tables in Markdown; needs MNIST (NAFI_DATA, or a download). Every
 row is a process of its own, whose peak memory is measured. Not part of `make bench`: it takes about
 ten minutes.
+
+`python benchmarks/load.py --registered 10000` samples 50 of so many clients in each of 20 rounds of
+a tiny network, in process, and prints how the server's memory and its checkpoint grow.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
@@ -27,6 +31,7 @@ from nafi.experiments.partition import dirichlet_partition
 from nafi.federated import (
     Acceptance,
     Architecture,
+    Callback,
     Samples,
     Trainer,
     Training,
@@ -44,6 +49,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+_FOUND = "FOUND "
+
+
 def network() -> MLP:
     return MLP([784, WIDTH, 10])
 
@@ -52,6 +60,63 @@ def shares(clients: int) -> dict[str, Samples]:
     data = mnist().train
     parts = dirichlet_partition(data.labels.numpy(), clients, 0.5, np.random.default_rng(0))
     return {str(s): data[part] for s, part in enumerate(parts)}
+
+
+SAMPLED, SAMPLING_ROUNDS = 50, 20
+OF_MANY: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "match-then-average": {"penalty": 0.2, "max_width": 2.0},
+    "match-refit": {"penalty": 0.2, "max_width": 2.0},
+    "layerwise": {"penalty": 0.2, "max_width": 2.0, "keep": SAMPLED},
+}
+
+
+def tiny() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 16), torch.nn.ReLU(), torch.nn.Linear(16, len(CENTRES))
+    )
+
+
+CENTRES = 2 * torch.randn(5, 20, generator=torch.Generator().manual_seed(0))
+
+
+def drawn(client: str) -> Samples:
+    """A client's samples, which nobody keeps."""
+    generator = torch.Generator().manual_seed(int(client))
+    labels = torch.randint(len(CENTRES), (30,), generator=generator)
+    return Samples(CENTRES[labels] + torch.randn(30, 20, generator=generator), labels)
+
+
+def of_many(name: str, clients: int) -> dict[str, float]:
+    """Sample few of many clients in this process; megabytes after rounds, and of the checkpoint."""
+    torch.set_num_threads(1)
+    architecture = Architecture(tiny, (torch.zeros(2, 20),))
+    strategy = make_strategy(
+        name,
+        architecture,
+        TRAINING,
+        rounds=SAMPLING_ROUNDS,
+        fraction=SAMPLED / clients,
+        **OF_MANY[name],
+    )
+    found = {}
+
+    class Watch(Callback):
+        def round_finished(self, record: dict[str, Any]) -> None:
+            for key, value in (("all", _Memory.now()[0]), ("file", file.stat().st_size / 2**20)):
+                found[f"{key} {record['round']}"] = value
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.safetensors"
+        start = time.perf_counter()
+        run = simulate(
+            strategy,
+            [str(client) for client in range(clients)],
+            Trainer(architecture, drawn, len(CENTRES)),
+            checkpoint=file,
+            callbacks=[Watch()],
+        )
+    return {**found, "seconds": time.perf_counter() - start, "seen": float(len(run.asked))}
 
 
 def one(runner: str, name: str, clients: int) -> dict[str, float]:
@@ -70,7 +135,8 @@ def one(runner: str, name: str, clients: int) -> dict[str, float]:
     return {
         "seconds": seconds,
         "rounds": float(np.mean([record["seconds"] for record in records[1:]])),
-        "more": memory.peak - memory.before,
+        "more": memory.peak[0] - memory.before[0],
+        "own": memory.peak[1] - memory.before[1],
     }
 
 
@@ -111,10 +177,13 @@ def _share(clients: int, context: Any) -> Samples:
 
 
 class _Memory:
-    """The most that this process had while it was looked at, in megabytes; Linux only."""
+    """The most that this process had while it was looked at, in megabytes; Linux only.
+
+    Two numbers: all of it, and without pages of files, which the system may take back.
+    """
 
     def __enter__(self) -> _Memory:
-        self.before = self.peak = self._now()
+        self.before = self.peak = self.now()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -126,38 +195,74 @@ class _Memory:
 
     def _watch(self) -> None:
         while not self._ended.wait(0.02):
-            self.peak = max(self.peak, self._now())
+            now = self.now()
+            self.peak = max(self.peak[0], now[0]), max(self.peak[1], now[1])
 
     @staticmethod
-    def _now() -> float:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    def now() -> tuple[float, float]:
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+        size = os.sysconf("SC_PAGE_SIZE") / 2**20
+        return resident * size, (resident - shared) * size
+
+
+def in_process_of_its_own(*arguments: str) -> dict[str, float]:
+    command = [sys.executable, __file__, *arguments]
+    quiet = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_FOUND)]
+    if not lines:
+        sys.exit(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(lines[0].removeprefix(_FOUND))
+    return found
+
+
+def load() -> None:
+    print(f"{os.cpu_count()} cores; MNIST, {WIDTH} hidden neurons, {ROUNDS} rounds\n")
+    print("| runner | strategy | clients | seconds | seconds a round, from the second ", end="")
+    print("| MB more | without files |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    rows = [("process", name, clients) for name in OPTIONS for clients in (50, 200)]
+    for runner, name, clients in [*rows, ("flower", "fedavg", 50), ("flower", "layerwise", 50)]:
+        found = in_process_of_its_own("--one", runner, name, str(clients))
+        print(
+            f"| {runner} | {name} | {clients} | {found['seconds']:.1f} | {found['rounds']:.2f} | "
+            f"{found['more']:.0f} | {found['own']:.0f} |",
+            flush=True,
+        )
+
+
+def registered(clients: int) -> None:
+    rounds = (5, 10, SAMPLING_ROUNDS)
+    print(f"{clients} clients, {SAMPLED} of them in each of {SAMPLING_ROUNDS} rounds\n")
+    titles = [f"MB after round {number}" for number in rounds]
+    print(f"| strategy | clients seen | {' | '.join(titles)} | growth | checkpoint, KB, ", end="")
+    print(f"after round {rounds[0]} and {rounds[-1]} | seconds |")
+    print(f"| --- | --- | {' | '.join('---' for _ in rounds)} | --- | --- | --- |")
+    for name in OF_MANY:
+        found = in_process_of_its_own("--one", "sampled", name, str(clients))
+        sizes = [found[f"all {number}"] for number in rounds]
+        files = [1024 * found[f"file {number}"] for number in (rounds[0], rounds[-1])]
+        print(
+            f"| {name} | {found['seen']:.0f} | {' | '.join(f'{size:.0f}' for size in sizes)} "
+            f"| {sizes[-1] / sizes[0] - 1:+.1%} | {files[0]:.0f} and {files[1]:.0f} "
+            f"| {found['seconds']:.0f} |",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--one", nargs=3)
-    chosen = parser.parse_args().one
-    if chosen:
-        print("FOUND " + json.dumps(one(chosen[0], chosen[1], int(chosen[2]))))
-        return
-    print(f"{os.cpu_count()} cores; MNIST, {WIDTH} hidden neurons, {ROUNDS} rounds\n")
-    print("| runner | strategy | clients | seconds | seconds a round, from the second | MB more |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    rows = [("process", name, clients) for name in OPTIONS for clients in (50, 200)]
-    for runner, name, clients in [*rows, ("flower", "fedavg", 50), ("flower", "layerwise", 50)]:
-        command = [sys.executable, __file__, "--one", runner, name, str(clients)]
-        quiet = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-        if not lines:
-            sys.exit(f"{runner} {name} {clients}: {done.stderr[-2000:]}")
-        found = json.loads(lines[0].removeprefix("FOUND "))
-        print(
-            f"| {runner} | {name} | {clients} | {found['seconds']:.1f} | {found['rounds']:.2f} | "
-            f"{found['more']:.0f} |",
-            flush=True,
-        )
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--registered", type=int, metavar="CLIENTS")
+    chosen = parser.parse_args()
+    if chosen.one:
+        runner, name, clients = chosen.one[0], chosen.one[1], int(chosen.one[2])
+        found = of_many(name, clients) if runner == "sampled" else one(runner, name, clients)
+        print(_FOUND + json.dumps(found))
+    elif chosen.registered:
+        registered(chosen.registered)
+    else:
+        load()
 
 
 if __name__ == "__main__":

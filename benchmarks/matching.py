@@ -1,11 +1,14 @@
 """How fast `nafi.match` is, as ratios measured in one run on one thread.
 
-`make bench` prints a table in Markdown. The opponent does what public PFNM code does: a row of the
+`make bench` prints tables in Markdown. The opponent does what public PFNM code does: a row of the
 cost matrix at a time in numpy, over the same sweeps, and must end at the same assignments.
+`python benchmarks/matching.py --wide` prints a table of 10 models with 4,000 neurons of 4,000
+columns, which takes some minutes and 7 GB.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -223,10 +226,54 @@ def cost_building() -> None:
         )
 
 
+def companions(found) -> list[tuple[int, ...]]:
+    """For each local neuron, those of all models that share its global neuron."""
+    owners = found.owners().tolist()
+    return [tuple(owners[i]) for assigned in found.assignments for i in assigned]
+
+
+def wide(count: int, width: int) -> None:
+    """Neurons as long as they are many, with much and with nothing in common; the first pass."""
+    print(
+        "| models x neurons x columns | noise | global neurons | products | seconds | ratio ",
+        end="",
+    )
+    print("| peak memory beyond inputs, GB | of inputs | neurons that change company |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for noise in (1.0, 2.0):
+        neurons, precisions = models_like_mnist(count, width, width, noise)
+        size = sum(w.nbytes for w in neurons)
+        first, exact = 0.0, []
+        for products in ("float64", "float32"):
+            options = {"precisions": precisions, "penalty": PENALTY, "sweeps": 0}
+            tracemalloc.start()
+            seconds, found = cpu_seconds(
+                lambda n=neurons, o=options, p=products: nafi.match(n, **o, products=p)
+            )
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            theirs = companions(found)
+            first, exact = first or seconds, exact or theirs
+            changed = np.mean([a != b for a, b in zip(theirs, exact, strict=True)])
+            print(
+                f"| {count} x {width} x {width} | {noise:g} | {found.width} | {products} "
+                f"| {seconds:.0f} | {seconds / first:.2f}x | {peak / 2**30:.1f} "
+                f"| {peak / size:.1f}x | {changed:.3%} |",
+                flush=True,
+            )
+            del found
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wide", nargs="?", type=int, const=4000, metavar="NEURONS")
+    chosen = parser.parse_args().wide
     print(f"One thread of {os.cpu_count()} cores, process time, Python {sys.version.split()[0]}, ")
     print(f"numpy {np.__version__}. Ratios were measured in one run.\n")
     with threadpool_limits(1):
+        if chosen is not None:
+            wide(10, chosen)
+            return
         cost_building()
         growth("growth in models", [(10, 100), (30, 100), (100, 100), (300, 100)])
         growth("growth in neurons", [(10, 100), (10, 200), (10, 500), (10, 1000)])

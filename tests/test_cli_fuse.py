@@ -155,6 +155,25 @@ def test_json_and_options(folder: Path) -> None:
     assert [sum(row["shared"]) for row in told["groups"]] == [15, 12]
 
 
+def test_streamed_checkpoints_give_the_same_file(folder: Path) -> None:
+    nafi.save(network(3), folder / "more-3.safetensors")
+    nafi.save(network(4), folder / "more-4.safetensors")
+    (folder / "list.txt").write_text("# two of them\n\nmore-3.safetensors\nmore-4.safetensors\n")
+    common = ["--model", "networks:net", "--probe", "none"]
+    done = run("fuse", "more-*.safetensors", *common, "--out", "x.safetensors", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    listed = ["fuse", "@list.txt", *common, "--stream", "--out", "y.safetensors"]
+    done = run(*listed, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    one, two = (read(folder / f"{name}.safetensors")[0] for name in "xy")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    done = run(*listed, "--force", "--probe", "noise", cwd=folder)
+    assert "--stream matches by weights alone" in " ".join(done.stderr.split())
+    done = run("fuse", "@none.txt", *common, "--out", "z.safetensors", cwd=folder)
+    assert "@none.txt cannot be read as a list of paths" in " ".join(done.stderr.split())
+
+
 def test_what_files_say_of_themselves_need_not_be_said(folder: Path) -> None:
     files = []
     for s, first in enumerate([10, 7]):

@@ -29,6 +29,7 @@ __all__ = [
     "load_statistics",
     "match",
     "match_path",
+    "open_models",
     "save",
     "save_statistics",
     "solve_head",
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from nafi import fusion as fusion
     from nafi import graph as graph
     from nafi import matching as matching
-    from nafi.checkpoints import load, save
+    from nafi.checkpoints import load, open_models, save
     from nafi.fusion import (
         FusionResult,
         calibrate,
@@ -59,7 +60,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "checkpoints": ["load", "save"],
+            "checkpoints": ["load", "open_models", "save"],
             "federated": [],
             "fusion": [
                 "FusionResult",

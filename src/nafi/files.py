@@ -11,9 +11,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from glob import escape
+from glob import escape, glob
 from hashlib import sha256
 from pathlib import Path
 from platform import node
@@ -242,3 +242,38 @@ def read_json(path: Path) -> Any:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
+
+
+def expand_paths(patterns: Sequence[str | Path]) -> list[Path]:
+    """The files that some paths, globs and lists of paths name, in order.
+
+    A glob is as "models/*.safetensors"; what it finds is sorted. A list is "@list.txt", a text file
+    with a path or glob in each line; empty lines and those that begin with # are skipped. Paths in
+    it are relative to the current folder, as they would be on the command line.
+    """
+    found: list[Path] = []
+    for pattern in patterns:
+        text = str(pattern)
+        path = Path(text)
+        if path.name.startswith("@") and not path.exists():
+            found += expand_paths(_listed(path.with_name(path.name[1:])))
+        elif any(mark in text for mark in "*?[") and not path.exists():
+            matches = sorted(Path(name) for name in glob(text, recursive=True))
+            if not matches:
+                raise InputError(f"no file matches {text}")
+            found += matches
+        else:
+            found.append(path)
+    return found
+
+
+def _listed(file: Path) -> list[str]:
+    """The lines of a list of paths."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"@{file} cannot be read as a list of paths: {error}") from None
+    nested = next((line for line in lines if line.startswith("@")), None)
+    if nested is not None:
+        raise InputError(f"@{file} names {nested}, another list; a list may name files only")
+    return [line for line in lines if line and not line.startswith("#")]

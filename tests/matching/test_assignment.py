@@ -8,8 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nafi.errors import InputError
-from nafi.matching.assignment import assign
+from nafi.matching.assignment import AssignmentProblem
 from tests.matching import oracle
+
+
+def assign(
+    joining: np.ndarray, opening: np.ndarray, prices: np.ndarray, step: int = 100
+) -> np.ndarray:
+    """The assignment, of costs that are told `step` global neurons at a time."""
+    problem = AssignmentProblem(len(joining), opening, prices)
+    for start in range(0, len(joining), step):
+        problem.add(start, joining[start : start + step].copy())
+    return problem.solve()
 
 
 @settings(max_examples=150, deadline=None)
@@ -19,10 +29,17 @@ from tests.matching import oracle
     existing=st.integers(0, 4),
     spread=st.sampled_from([0.3, 1.0, 5.0]),
     whole=st.booleans(),
+    step=st.integers(1, 4),
     data=st.data(),
 )
 def test_against_brute_force(
-    seed: int, neurons: int, existing: int, spread: float, whole: bool, data: st.DataObject
+    seed: int,
+    neurons: int,
+    existing: int,
+    spread: float,
+    whole: bool,
+    step: int,
+    data: st.DataObject,
 ) -> None:
     """Also with ties (whole numbers) and with fewer new places than neurons."""
     new = data.draw(st.integers(max(0, neurons - existing), neurons))
@@ -32,7 +49,8 @@ def test_against_brute_force(
     prices = np.cumsum(rng.uniform(0, 1, size=new))
     if whole:
         joining, opening, prices = np.round(joining), np.round(opening), np.round(prices)
-    chosen = assign(joining, opening, prices)
+    chosen = assign(joining, opening, prices, step)
+    np.testing.assert_array_equal(chosen, assign(joining, opening, prices))
     is_new = chosen >= existing
     assert len(set(chosen[~is_new])) == np.count_nonzero(~is_new)
     assert np.count_nonzero(is_new) <= new

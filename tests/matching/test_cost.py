@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from nafi.matching.cost import CostModel, EvidenceCost, PenalisedCost, joint_obj
 from nafi.matching.divergence import DIVERGENCES
 from nafi.matching.inputs import MatchingInput
 from nafi.matching.prior import BetaBernoulli, PublicCodeBetaBernoulli
-from nafi.matching.products import GramProducts, direct_products
+from nafi.matching.products import GramProducts, SingleProducts, direct_products
 from tests.matching import oracle
 from tests.matching.strategies import Case, cases, random_posterior
 
@@ -122,3 +124,30 @@ def test_paper_popularity_against_numbers_worked_by_hand() -> None:
         prior.shared(np.array([1.0, 2.0, 3.0])), [2.1972245773, 0, -2.1972245773]
     )
     np.testing.assert_allclose(prior.opened(3), 2 * np.log([8, 16, 24]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    columns=st.sampled_from([40, 1024, 2600]),
+    scale=st.sampled_from([1e-40, 1.0, 1e45]),
+    shift=st.sampled_from([0.0, 30.0]),
+)
+def test_float32_products_stay_within_their_bound(
+    seed: int, columns: int, scale: float, shift: float
+) -> None:
+    """Against exact sums; also beyond the range of float32, and where all terms have one sign."""
+    rng = np.random.default_rng(seed)
+    neurons = [scale * (rng.normal(size=(5, columns)) + shift) for _ in range(2)]
+    neurons[1][0] = 0.0
+    inputs = Case(neurons, [np.ones(columns)] * 2, np.zeros(columns), np.ones(columns)).inputs()
+    posterior = random_posterior(inputs, rng)
+    posterior.forget(1)
+    gaussian, model = posterior.at(np.flatnonzero(posterior.taken())), inputs.models[1]
+    (found,) = SingleProducts(model, inputs.columns)(gaussian)
+    bound = (min(columns, 1024) + 2) * 2.0**-24 + 1e-12
+    assert bound < 6.2e-5
+    for i, eta in enumerate(gaussian.eta):
+        for j, w in enumerate(model.neurons):
+            error = abs(found[i, j] - math.fsum(eta * w))
+            assert error <= bound * np.linalg.norm(eta) * np.linalg.norm(w)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import nafi
 from nafi.errors import InputError
+from nafi.matching import descent
 from nafi.matching.divergence import DIVERGENCES
 from nafi.matching.posterior import Posterior
 from tests.matching import oracle
@@ -48,6 +49,7 @@ def noisy_subsets(
     spare=st.sampled_from([None, 0, 2]),
     sweeps=st.sampled_from([0, 1, 7]),
     seed=st.integers(0, 5),
+    pairs=st.sampled_from([1, 7, 2**21]),
 )
 def test_whole_runs_equal_the_plain_algorithm(
     case: Case,
@@ -58,14 +60,21 @@ def test_whole_runs_equal_the_plain_algorithm(
     spare: int | None,
     sweeps: int,
     seed: int,
+    pairs: int,
 ) -> None:
-    """Order of models, sweeps, mass, width limit and both popularity terms, end to end."""
+    """Order of models, sweeps, mass, width limit and both popularity terms, end to end.
+
+    pairs: how many costs are computed at a time; the plain algorithm has all of them
+    """
     # Without zeros: where two models know different columns, some matches cost the same.
     case.precisions = [np.maximum(t, 0.1) for t in case.precisions]
     widest = max(len(w) for w in case.neurons)
     limit = None if spare is None else widest + spare
     options = {"mass": mass, "penalty": penalty, "divergence": name, "sweeps": sweeps, "seed": seed}
-    found = nafi.match(case.neurons, compat=compat, max_width=limit, **options, **case.arguments)  # type: ignore[arg-type]
+    arguments = {"compat": compat, "max_width": limit, **options, **case.arguments}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(descent, "_PAIRS", pairs)
+        found = nafi.match(case.neurons, **arguments)  # type: ignore[arg-type]
     plain, widths, objectives = oracle.reference_match(
         case.neurons,
         case.precisions,
@@ -304,6 +313,18 @@ def test_dimension_counts_the_spread_as_columns_of_zeros_would(divergence: str) 
         for one, two in zip(wide.assignments, counted.assignments, strict=True):
             np.testing.assert_array_equal(one, two)
     assert nafi.match(neurons, dimension=2000).width < nafi.match(neurons, dimension=0).width
+
+
+def test_products_in_float32_find_what_float64_finds_where_nothing_is_nearly_equal() -> None:
+    neurons = noisy_subsets(3, width=40, truth=60, columns=300)
+    exact, single = (nafi.match(neurons, products=name) for name in ("float64", "float32"))
+    assert partition(single) == partition(exact)
+    np.testing.assert_array_equal(single.means, exact.means)  # the posterior is in float64
+
+
+def test_products_must_be_known() -> None:
+    with pytest.raises(InputError, match="products: found 'float16', expected one of float64"):
+        nafi.match([np.eye(2)] * 2, products="float16")
 
 
 def test_dimension_must_be_a_number() -> None:

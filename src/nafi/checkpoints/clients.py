@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nafi.checkpoints.loading import from_config, read
 from nafi.checkpoints.prefixes import without_prefix
 from nafi.checkpoints.restoring import like_weights, restore
+from nafi.checkpoints.stored import FileModels
 from nafi.errors import InputError, few
 from nafi.factories import load_factory, resolve_inputs
 from nafi.fusion import FusionWarning
@@ -41,7 +42,7 @@ class ClientFiles:
     folders: those that are Hugging Face folders
     """
 
-    models: list[nn.Module]
+    models: Sequence[nn.Module]
     example_inputs: Inputs
     factory: str | None
     class_counts: list[list[float]] | None
@@ -98,6 +99,35 @@ def load_clients(
         _from_all(paths, [m.class_counts for m in manifests], "class counts"),
         _from_all(paths, [m.sample_count for m in manifests], "sample counts"),
         folders,
+    )
+
+
+def open_clients(
+    paths: Sequence[str | Path],
+    factory: str | None,
+    shapes: Sequence[str] = (),
+    strip_prefix: str | None = None,
+    trust: Trust = UNTRUSTED,
+) -> ClientFiles:
+    """What `load_clients` gives, with models that are read from their files when they are needed.
+
+    The limit of memory is for one file at a time.
+    """
+    first = read(paths[0], read_shapes, trust)[1]
+    factory = _factory(factory, paths[:1], [first], trust)
+    if factory is None:
+        raise InputError("models that are read a tensor at a time need a factory: give --model")
+    inputs = _client_inputs(factory, shapes, [first])
+    name = factory
+    files = [Path(path) for path in paths]
+    models = FileModels(files, lambda: load_factory(name)[0], inputs, strip_prefix, trust)
+    return ClientFiles(
+        models,
+        like_weights(inputs, models[0]),
+        factory,
+        _from_all(paths, models.class_counts, "class counts"),
+        _from_all(paths, models.sample_counts, "sample counts"),
+        [],
     )
 
 

@@ -48,7 +48,8 @@ def fuse(
         list[Path],
         typer.Argument(
             help="Two or more files, safetensors or torch.save of tensors, or Hugging Face "
-            "folders; or one recipe, .toml, that says all of this. What is given here comes first."
+            "folders; globs like 'models/*.safetensors'; @list.txt, a file with a path in each "
+            "line; or one recipe, .toml, that says all of this. What is given here comes first."
         ),
     ],
     out: Annotated[
@@ -145,6 +146,14 @@ def fuse(
             help="Exit with 3 and write nothing if the result scores below a checkpoint.",
         ),
     ] = False,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Read checkpoints a tensor at a time: the memory of one, however many there are. "
+            "nafi, pfnm and fedavg, by weights alone.",
+        ),
+    ] = False,
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
     strip_prefix: Annotated[
         str | None,
@@ -173,8 +182,8 @@ def fuse(
 ) -> None:
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
     with waiting("loading PyTorch", as_json):
-        from nafi.checkpoints import load_clients, outline_clients
-        from nafi.files import read_json
+        from nafi.checkpoints import load_clients, open_clients, outline_clients
+        from nafi.files import expand_paths, read_json
         from nafi.fusion import BUDGETS, make_method, read_budget
         from nafi.fusion import frontier as try_budgets
         from nafi.fusion import fuse as fuse_models
@@ -182,6 +191,7 @@ def fuse(
         from nafi.recipes import store_recipe
 
     trust = Trust(tuple(trust_factory or ()), max_bytes)
+    checkpoints = expand_paths(checkpoints)
     check_inputs(checkpoints)
     as_folder = is_folder_output(out, checkpoints)
     # A dry run writes nothing, so that nothing is in its way.
@@ -189,6 +199,8 @@ def fuse(
     check_outputs(out, {"--report": report} if report else {}, checkpoints, overwrite)
     # Whoever names no inputs has none, most likely; "none" is for those who want none.
     unnamed, probe = probe is None, None if probe == "none" else probe
+    if stream and (probe is not None or frontier):
+        raise InputError("--stream matches by weights alone: leave out --probe and --frontier")
     if report is not None:
         require("jinja2")
     if distill and (probe is None or frontier):
@@ -235,7 +247,9 @@ def fuse(
         return
     scoring = None if validate is None else _scoring(validate)
     with print_warnings(), waiting("reading checkpoints", as_json):
-        files = load_clients(checkpoints, model, input_shape or [], strip_prefix, trust)
+        read = open_clients if stream else load_clients
+        files = read(checkpoints, model, input_shape or [], strip_prefix, trust)
+        unnamed = unnamed and not stream
         inputs = _inputs("auto" if unnamed else probe, files, trust)
         spec = None
         if as_folder:

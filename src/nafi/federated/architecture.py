@@ -139,10 +139,22 @@ class Architecture:
     def filled(self, form: Form, tensors: Tensors) -> nn.Module:
         """The network with these weights, all of them."""
         model, spec = self.network(form)
-        missing = [name for name in spec.axes if name not in tensors]
-        if missing:
-            raise InputError(f"weights of {few(missing)} are missing")
+        _check_whole(spec, tensors)
         return load_tensors(model, tensors)
+
+    def sharing(self, form: Form, tensors: Tensors) -> nn.Module:
+        """The network whose weights are these very tensors, to be left as it is.
+
+        Nothing is copied: tensors may be on disk.
+        """
+        model, spec = self._network(form)
+        _check_whole(spec, tensors)
+        own = named_tensors(model)
+        replaced = {}
+        for name, tensor in tensors.items():
+            _check_fits(own, name, tensor)
+            replaced[id(own[name])] = _in_place_of(own[name], tensor)
+        return copy_network(model, replaced)
 
     def drawn(self, form: Form, seed: int) -> dict[str, Tensor]:
         """First weights; neurons beyond those of the factory's network are zero."""
@@ -196,10 +208,28 @@ def load_tensors(model: nn.Module, tensors: Tensors) -> nn.Module:
     into = named_tensors(model)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name not in into or into[name].shape != tensor.shape:
-                raise InputError(
-                    f"{name}: found shape {tuple(tensor.shape)}, expected "
-                    f"{tuple(into[name].shape) if name in into else 'no such tensor'}"
-                )
+            _check_fits(into, name, tensor)
             into[name].copy_(tensor)
     return model
+
+
+def _check_whole(spec: ModelSpec, tensors: Tensors) -> None:
+    missing = [name for name in spec.axes if name not in tensors]
+    if missing:
+        raise InputError(f"weights of {few(missing)} are missing")
+
+
+def _check_fits(into: Tensors, name: str, tensor: Tensor) -> None:
+    if name not in into or into[name].shape != tensor.shape:
+        raise InputError(
+            f"{name}: found shape {tuple(tensor.shape)}, expected "
+            f"{tuple(into[name].shape) if name in into else 'no such tensor'}"
+        )
+
+
+def _in_place_of(before: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor as a network holds it."""
+    value = tensor.detach().to(before.dtype)
+    if not isinstance(before, nn.Parameter):
+        return value
+    return nn.Parameter(value, requires_grad=before.requires_grad)

@@ -2,7 +2,7 @@
 
 Hides: which way of fusing a round uses. Promises: fedavg, fedprox, ot, rebasin and
 match-then-average are one algorithm and differ in the methods that rounds are fused by; plain
-averaging holds one update at a time.
+averaging holds one update at a time, and a round that is fused keeps them on disk.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.federated.architecture import Form, Tensors
+from nafi.federated.disk import on_disk
+from nafi.federated.kept import networks_of
 from nafi.federated.statistics import head_names
 from nafi.federated.strategies import strategy
 from nafi.federated.strategy import (
@@ -102,7 +104,8 @@ class FusionRounds(Strategy[State]):
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         method = self.fused_by(state.round)
         if method is not None:
-            return self._fused(state, list(updates), method)
+            kept = [replace(update, tensors=on_disk(update.tensors)) for update in updates]
+            return self._fused(state, kept, method)
         tensors = {**self._frozen(state), **self.averaged(state, updates)}
         return replace(state, round=state.round + 1, tensors=tensors)
 
@@ -148,7 +151,8 @@ class FusionRounds(Strategy[State]):
 
     def _fused(self, state: State, updates: list[Update], method: Method) -> State:
         frozen = self._frozen(state)
-        models = [self.architecture.filled(state.form, {**frozen, **u.tensors}) for u in updates]
+        states = [{**frozen, **update.tensors} for update in updates]
+        models = networks_of(self.architecture, state.form, states, method)
         spec = self.architecture.spec_of(state.form)
         if len(models) == 1:
             return replace(state, round=state.round + 1, tensors=dict(updates[0].tensors))

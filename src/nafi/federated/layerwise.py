@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError, few
 from nafi.federated.architecture import Form, Tensors, load_tensors
+from nafi.federated.disk import on_disk
+from nafi.federated.kept import KeptModels, networks_of
 from nafi.federated.latest import Latest
 from nafi.federated.request import Request
 from nafi.federated.statistics import expected_sums, probing_inputs, read_layer, sums_name
@@ -58,7 +60,7 @@ from nafi.graph import (
     in_order,
     named_tensors,
 )
-from nafi.options import SWITCH, number, one_of, option
+from nafi.options import SWITCH, number, one_of, option, optional, whole
 
 Pairs = Sequence[tuple[str, str]]
 Places = Sequence[Placements]
@@ -68,7 +70,10 @@ Moments = Mapping[str, Sequence[LayerStatistics]]
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """What the server remembers of a client: its own weights, and its counts."""
+    """What the server remembers of a client: its own weights, and its counts.
+
+    tensors: where they differ from those of the state
+    """
 
     tensors: Tensors
     samples: int
@@ -103,12 +108,15 @@ class Layerwise(Strategy[LayerwiseState]):
     moments: clients also send second moments of what the next layers read, without labels. A merged
         layer is then the posterior mean in which each client knows its neurons with the precision
         of its own inputs; settled layers must be frozen. ridge: of that, in units of their mean
+    keep: how many clients are remembered at most, those that sent last, beside all of a round; None
+        for every client until it expires. Where few are sampled of many, it bounds what is kept
+        and matched: a client that is no longer remembered comes back as a new one
     method: how groups are matched; with pfnm the strategy is FedMA. A layer's normalisation is
         folded into it, with each client's own statistics, when the layer is matched; its
         batchnorm="attach" gives the final model an identity in its place to train on, "fold"
         leaves it folded
 
-    The server holds one set of weights for every client.
+    The server keeps one set of weights for every client, on disk.
     """
 
     state_type: ClassVar[type[State]] = LayerwiseState
@@ -117,6 +125,7 @@ class Layerwise(Strategy[LayerwiseState]):
     freeze: bool = option(SWITCH, True)
     moments: bool = option(SWITCH, False)
     ridge: float = option(number(above=0), 0.01)
+    keep: int | None = option(optional(whole(2)), None)
     method: Bayesian = field(default_factory=Nafi)
     _latest: Latest[Networks] = field(init=False, repr=False, default_factory=Latest)
     _newcomers: Latest[Tensors] = field(init=False, repr=False, default_factory=Latest)
@@ -173,8 +182,14 @@ class Layerwise(Strategy[LayerwiseState]):
         members = dict(state.members)
         messages = {}
         for update in updates:
-            members[update.client] = Member(update.tensors, update.samples, update.class_counts)
-            messages[update.client] = update.extras
+            if self.keep is not None:
+                members.pop(update.client, None)  # who sent last comes last
+            own = on_disk(update.tensors)
+            members[update.client] = Member(own, update.samples, update.class_counts)
+            messages[update.client] = on_disk(update.extras)
+        if self.keep is not None:
+            for client in list(members)[: -max(self.keep, len(messages))]:
+                del members[client]
         current = replace(state, members=members)
         networks = self._prepared(current)
         if len(state.matched) == len(networks.spec.groups):
@@ -248,8 +263,9 @@ class Layerwise(Strategy[LayerwiseState]):
                 f"found {len(members)} clients that sent weights, expected at least two to match; "
                 "let more of them take part in a round"
             )
+        states = [{**state.tensors, **member.tensors} for member in members]
         clients = check_clients(
-            [self.architecture.filled(state.form, {**state.tensors, **m.tensors}) for m in members],
+            networks_of(self.architecture, state.form, states, self.method),
             class_table(member.class_counts for member in members),
             [member.samples for member in members],
             [f"client {name}" for name in state.members],
@@ -271,14 +287,20 @@ class Layerwise(Strategy[LayerwiseState]):
         count = len(networks.clients)
         states = []
         for before, fitted, places in zip(networks.states, networks.specs, placements, strict=True):
-            state = dict(settled)
-            for name in fitted.axes:
-                if name not in settled:
-                    state[name] = in_order(before[name], name, fitted, places)
+            own = {
+                name: in_order(before[name], name, fitted, places)
+                for name in fitted.axes
+                if name not in settled
+            }
+            state = {**settled, **on_disk(own)}
             states.append(state | {other: state[name] for other, name in fitted.aliases.items()})
+        # Nobody asks for these models: the states have all that is new.
+        models: Sequence[nn.Module] = (original,) * count
+        if networks.clients.stored:
+            models = KeptModels(self.architecture, form, states)
         return replace(
             networks,
-            clients=replace(networks.clients, models=(original,) * count),
+            clients=replace(networks.clients, models=models),
             original=original,
             template=template,
             architecture=spec,
@@ -330,7 +352,7 @@ class Layerwise(Strategy[LayerwiseState]):
         if sums:
             settled |= self._pooled(networks, placements, settled, form, sums)
         members = {
-            name: replace(member, tensors=_followed(model, spec, pairs, places, settled))
+            name: replace(member, tensors=on_disk(_followed(model, spec, pairs, places, settled)))
             for (name, member), model, places in zip(
                 state.members.items(), prepared.clients.models, placements, strict=True
             )
@@ -360,10 +382,8 @@ class Layerwise(Strategy[LayerwiseState]):
         names = [name for name in networks.spec.axes if name not in frozen]
         tensors = {**frozen, **self._averaged(networks, names)}
         form = Form(state.form.widths, networks.spec.folded)
-        members = {
-            name: replace(member, tensors={n: t.clone() for n, t in tensors.items()})
-            for name, member in state.members.items()
-        }
+        # All go on from the global model, and nothing is their own any more.
+        members = {name: replace(member, tensors={}) for name, member in state.members.items()}
         if self.freeze:  # another pass begins, and the global model is there as it is
             return LayerwiseState(state.round + 1, form, tensors, (), members)
         after = LayerwiseState(state.round + 1, form, tensors, state.matched, members)
@@ -403,6 +423,8 @@ class Layerwise(Strategy[LayerwiseState]):
         if state.round < self.layers or not state.matched:
             return {}
         sent = list(next(iter(state.members.values())).tensors)
+        if not sent:
+            return {}
         return self._newcomers.get(
             state, lambda: self._averaged(self._screened(self._networks(state)), sent)
         )

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from nafi.errors import InputError
 from nafi.federated.architecture import Form, Tensors
 from nafi.federated.averaging import MatchThenAverage
+from nafi.federated.disk import on_disk
+from nafi.federated.kept import networks_of
 from nafi.federated.latest import Latest
 from nafi.federated.request import Request
 from nafi.federated.statistics import OWN, OWNED, probing_inputs, read_errors, read_layer
@@ -156,7 +158,7 @@ class MatchRefit(MatchThenAverage):
 
     def _prepared(self, state: State, updates: Sequence[Update], method: Bayesian) -> Networks:
         clients = check_clients(
-            [self.architecture.filled(state.form, u.tensors) for u in updates],
+            networks_of(self.architecture, state.form, [u.tensors for u in updates], method),
             class_table(u.class_counts for u in updates),
             [u.samples for u in updates],
             [f"client {u.client}" for u in updates],
@@ -289,4 +291,4 @@ def _matched(networks: Networks, index: int, places: Mapping[str, object]) -> Ma
     spec, tensors = networks.specs[index], networks.states[index]
     known = {name: at for name, at in places.items() if isinstance(at, Positions)}
     own = {name: in_order(tensors[name], name, spec, known) for name in spec.axes}
-    return Matched(own, {name: at.index for name, at in known.items()})
+    return Matched(on_disk(own), {name: at.index for name, at in known.items()})

@@ -20,7 +20,7 @@ EXPIRE = 10
 Names = Literal["kept", "freed", "claimed"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Seat:
     """What is remembered of a client.
 
@@ -93,13 +93,14 @@ class Seats:
         self, present: Collection[str], asked: Collection[str], samples: Mapping[str, int]
     ) -> None:
         """Note who was there; samples: of the clients that delivered."""
+        here, chosen = set(present), set(asked)  # there may be thousands
         for name in {**self.table, **dict.fromkeys(asked)}:
             seat = self.table.get(name, Seat())
             if name in samples:
                 seat = replace(seat, missed=0, expired=False, samples=samples[name])
-            elif name in asked or name not in present:
+            elif name in chosen or name not in here:
                 seat = replace(seat, missed=seat.missed + 1)
-            self.table[name] = replace(seat, asked=seat.asked + (name in asked))
+            self.table[name] = replace(seat, asked=seat.asked + 1) if name in chosen else seat
 
     def _digest(self, key: bytes) -> str:
         return sha256(key).hexdigest() if key and self.names != "claimed" else ""

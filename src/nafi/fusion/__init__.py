@@ -50,6 +50,7 @@ from nafi.fusion.statistics import (
     pooled_fit,
     ridge_errors,
 )
+from nafi.fusion.stored import FileTensors, StoredModels
 from nafi.fusion.transport import Transport, align_to_one
 from nafi.fusion.widths import check_max_width, width_limits
 from nafi.graph import calibrate
@@ -70,6 +71,7 @@ __all__ = [
     "Ensemble",
     "EnsembleNetwork",
     "FedAvg",
+    "FileTensors",
     "Forecast",
     "Frontier",
     "FusionResult",
@@ -88,6 +90,7 @@ __all__ = [
     "Scores",
     "Screen",
     "Stack",
+    "StoredModels",
     "Targets",
     "Transport",
     "Validate",

@@ -39,6 +39,7 @@ from nafi.fusion.probe import (
 )
 from nafi.fusion.registry import make_method
 from nafi.fusion.result import FusionResult
+from nafi.fusion.stored import StoredModels
 from nafi.fusion.synthetic import synthetic_probe
 from nafi.graph import (
     Inputs,
@@ -77,7 +78,8 @@ def fuse(
 
     Args:
         models: S networks; their widths may differ (except for fedavg and rebasin). They are left
-            as they are.
+            as they are. Or `nafi.open_models(...)`: files that are read a tensor at a time, so that
+            thousands take the memory of one (nafi, pfnm and fedavg, without a probe).
         example_inputs: the arguments of a network's forward: a tuple, or a dict of keyword
             arguments; only shapes matter.
         method: nafi, pfnm, ot, rebasin, fedavg, stack, ensemble, or the name of a method that
@@ -120,10 +122,19 @@ def fuse(
         input_moments=input_moments,
         probe=probe,
     )
-    clients = check_clients(models, class_counts, sample_counts, names, input_moments)
     check_inputs(example_inputs)
-    for model in clients.models:  # weights that were loaded leave lazy layers without their sizes
-        materialise(model, example_inputs)
+    if isinstance(models, StoredModels):
+        models = models.with_inputs(example_inputs)
+    clients = check_clients(models, class_counts, sample_counts, names, input_moments)
+    chosen.check_stored(clients)
+    if clients.stored and probe is not None:
+        raise InputError(
+            "probe: what all models do on it must be in memory at once; load the models, or leave "
+            "it out: those in files are matched by their weights"
+        )
+    if not clients.stored:
+        for model in clients.models:  # loaded weights leave lazy layers without their sizes
+            materialise(model, example_inputs)
     if spec is not None and not isinstance(spec, ModelSpec):
         raise InputError(f"spec: found {type(spec).__name__}, expected a ModelSpec of nafi.groups")
     _check_functions(progress=progress, validate=validate)
@@ -140,6 +151,7 @@ def fuse(
     if probe is not None and not is_word(probe, SYNTHETIC):
         inputs = read_probe(probe, clients.models[0], example_inputs)
     prepared = chosen.prepare(clients, example_inputs, spec)
+    automatic = automatic and not clients.stored
     missed = probe is None and noise_stands_for(example_inputs) and chosen.misses_probe(prepared)
     # Work, which comes after all checks.
     if is_word(probe, SYNTHETIC):

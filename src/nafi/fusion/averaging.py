@@ -26,13 +26,14 @@ class FedAvg(Method):
     """
 
     name: ClassVar[str] = "fedavg"
+    streams: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset({"class_counts", "sample_counts"})
 
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Clients:
         """Refuse models of different widths."""
-        first = named_tensors(clients.models[0])
-        for model, label in zip(clients.models, clients.names, strict=True):
-            for name, tensor in named_tensors(model).items():
+        first = next(clients.outlines)
+        for outline, label in zip(clients.outlines, clients.names, strict=True):
+            for name, tensor in outline.items():
                 if tensor.shape != first[name].shape:
                     raise InputError(
                         f"{label}: {name} has shape {tuple(tensor.shape)}, in {clients.names[0]} "
@@ -41,7 +42,7 @@ class FedAvg(Method):
         return clients
 
     def fuse(self, prepared: Clients, progress: Progress) -> FusionResult:
-        states = [named_tensors(model) for model in prepared.models]
+        states = prepared.states
         samples = prepared.sample_counts
         shares = [1 / len(states)] * len(states) if samples is None else samples / samples.sum()
         progress("averaging", 0, 1)

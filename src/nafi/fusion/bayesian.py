@@ -6,7 +6,7 @@ both directions; they differ in the penalty and in the order of the groups alone
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ClassVar, Self
@@ -21,10 +21,11 @@ from nafi.fusion.method import AligningMethod, Alignment, Progress
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, check_clip
 from nafi.fusion.screen import Screen
+from nafi.fusion.tree import Summary, align_groups, check_tree, groups_of, summarise
 from nafi.fusion.widths import MAX_WIDTH, MaxWidth, largest_factor, width_limits
 from nafi.graph import Inputs, ModelSpec
-from nafi.matching import DIVERGENCES
-from nafi.options import number, one_of, one_or_several, option, optional
+from nafi.matching import DIVERGENCES, Owners
+from nafi.options import number, one_of, one_or_several, option, optional, whole
 
 DIRECTIONS = ("bottom-up", "top-down")
 LEARNED = "learned"
@@ -49,6 +50,9 @@ class Bayesian(MatchingOptions, AligningMethod):
         weights says what the ensemble says, and leaves norms as they are; "ordered" only looks for
         an order
     match_by: with a probe, "responses" to it, or "weights" as without one
+    tree: match groups of at most so many models first, then their posteriors, in which a neuron of
+        n models counts for n. For thousands of models: groups can be matched side by side, and
+        each neuron is compared with those of its own group alone. By weights, without a probe
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the
         share `trim` of them at either end, and neurons of fewer models are not read. 2.0 and 0.2,
@@ -59,6 +63,7 @@ class Bayesian(MatchingOptions, AligningMethod):
         {"class_counts", "sample_counts", "input_moments", "probe"}
     )
 
+    streams: ClassVar[bool] = True
     lists: ClassVar[tuple[str, ...]] = ("budget",)
 
     direction: str = option(one_of(DIRECTIONS), "bottom-up")
@@ -66,6 +71,7 @@ class Bayesian(MatchingOptions, AligningMethod):
     budget: str | float | Sequence[str | float] | None = option(one_or_several(BUDGET), None)
     match_by: str = option(one_of(("responses", "weights")), "responses")
     bases: str = option(one_of(BASES), "rotated")
+    tree: int | None = option(optional(whole(2)), None)
     clip: float | None = option(optional(number(above=0)), None)
     trim: float = option(number(at_least=0, below=0.5), 0.0)
 
@@ -99,11 +105,39 @@ class Bayesian(MatchingOptions, AligningMethod):
     def align(self, networks: Networks, progress: Progress) -> Alignment:
         if self.bases == LEARNED and networks.probe is None:
             raise InputError(_NEEDS_PROBE)
+        if self.tree is not None and self.tree < len(networks.specs):
+            return self._align_tree(networks, self.tree, progress)
         descent = self.descent(networks, moments=check_moments(networks))
         descent.run(self.direction, progress)
         if self.bases == LEARNED:
             return learn_bases(networks, descent.alignment, progress, self.seed)
         return descent.alignment
+
+    def _align_tree(self, networks: Networks, size: int, progress: Progress) -> Alignment:
+        """Where neurons go, by groups of clients."""
+        check_tree(networks)
+        groups = groups_of(networks, size)
+        limits = self._limits(networks)
+
+        def match_group(group: Networks) -> Descent:
+            descent = self.descent(group, limits=limits)
+            descent.run(self.direction, lambda step, done, total: None)
+            return descent
+
+        def summaries() -> Iterator[Summary]:
+            for done, members in enumerate(groups):
+                progress(f"group {done + 1} of {len(groups)}", done, len(groups) + 1)
+                yield summarise(networks.group(members), match_group)
+
+        def match_summaries(
+            stands: Networks, owners: list[dict[str, Owners]], noises: dict[str, float]
+        ) -> Descent:
+            progress("all groups", len(groups), len(groups) + 1)
+            descent = replace(self.descent(stands, limits=limits), owners=owners, noises=noises)
+            descent.run(self.direction, lambda step, done, total: None)
+            return descent
+
+        return align_groups(networks, groups, summaries(), match_summaries, self.noise)
 
     def descent(
         self,
@@ -118,14 +152,17 @@ class Bayesian(MatchingOptions, AligningMethod):
         limits: group -> most neurons, instead of those of `max_width`
         matched: groups that are in the same order in all networks already
         """
-        if limits is None:
-            widest = self.max_width
-            if self.budget is not None:
-                widest = largest_factor(networks, read_budget(self.budget))
-            limits = width_limits(networks, widest)
+        limits = self._limits(networks) if limits is None else limits
         match_by = "weights" if networks.probe is None else self.match_by
         options = self.for_networks(networks)
         return Descent(networks, options, limits, moments or {}, matched, match_by)
+
+    def _limits(self, networks: Networks) -> dict[str, int]:
+        """Group -> most neurons."""
+        widest = self.max_width
+        if self.budget is not None:
+            widest = largest_factor(networks, read_budget(self.budget))
+        return width_limits(networks, widest)
 
     def for_networks(self, networks: Networks) -> Self:
         """With what was left open said, now that it is known what there is to work with."""

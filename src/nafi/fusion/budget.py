@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from math import inf, prod
 from numbers import Real
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
+from nafi.fusion.stored import outlines
 from nafi.graph import Convolution, Inputs, ModelSpec, Product, named_tensors, watch
 from nafi.options import Constraint
 
@@ -123,7 +125,7 @@ def measured_size(
 
     The first two also relative to the mean of its clients, as a `Budget` has them.
     """
-    own, others = _counts(model, inputs), [_counts(client, inputs) for client in clients]
+    own, others = _counts(model, inputs), _counts_of_all(clients, inputs)
     params, flops = (sum(each[k] for each in others) / len(others) for k in range(2))
     return {
         "params": own[0],
@@ -132,6 +134,18 @@ def measured_size(
         "params_of_client": own[0] / max(params, 1),
         "flops_of_client": own[1] / max(flops, 1),
     }
+
+
+def _counts_of_all(clients: Sequence[nn.Module], inputs: Inputs) -> list[tuple[float, float]]:
+    """Of each client; those of the same shapes cost the same."""
+    known: dict[tuple[torch.Size, ...], tuple[float, float]] = {}
+    counts = []
+    for s, outline in enumerate(outlines(clients)):
+        shapes = tuple(tensor.shape for tensor in outline.values())
+        if shapes not in known:
+            known[shapes] = _counts(clients[s], inputs)
+        counts.append(known[shapes])
+    return counts
 
 
 def _counts(model: nn.Module, inputs: Inputs) -> tuple[float, float]:

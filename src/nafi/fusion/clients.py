@@ -7,7 +7,7 @@ fit raises an error that names the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, unlike
+from nafi.fusion.stored import StoredModels, StoredStates, chosen_models, outlines
 from nafi.graph import (
     ModelSpec,
     TensorSpec,
@@ -32,13 +33,14 @@ Array = npt.NDArray[np.float64]
 class Clients:
     """S models of one architecture.
 
+    models: in memory, or `StoredModels`, of which no two may be held at a time
     names: what errors call them
     class_counts: (S, K) samples per model and class, if known
     sample_counts: (S,) samples per model, if known
     input_moments: for each model weight -> mean squares of its inputs, if known
     """
 
-    models: tuple[nn.Module, ...]
+    models: Sequence[nn.Module]
     names: tuple[str, ...]
     class_counts: Array | None
     sample_counts: Array | None
@@ -47,12 +49,29 @@ class Clients:
     def __len__(self) -> int:
         return len(self.models)
 
+    @property
+    def stored(self) -> bool:
+        """Whether they stay in files and are read when they are needed."""
+        return isinstance(self.models, StoredModels)
+
+    @property
+    def states(self) -> Sequence[Mapping[str, Tensor]]:
+        """The tensors of each, as the clients have them."""
+        if isinstance(self.models, StoredModels):
+            return StoredStates(len(self.models), self.models.tensors)
+        return [named_tensors(model) for model in self.models]
+
+    @property
+    def outlines(self) -> Iterator[Mapping[str, Tensor]]:
+        """The same where shapes and types are enough, perhaps without numbers."""
+        return outlines(self.models)
+
     def only(self, *chosen: int) -> Clients:
         """Some of them."""
         index = list(chosen)
         moments = self.input_moments
         return Clients(
-            tuple(self.models[s] for s in chosen),
+            chosen_models(self.models, chosen),
             tuple(self.names[s] for s in chosen),
             None if self.class_counts is None else self.class_counts[index],
             None if self.sample_counts is None else self.sample_counts[index],
@@ -118,6 +137,21 @@ def check_clients(
         if isinstance(names, str) or len(names) != len(models):
             raise InputError(f"names: found {names!r}, expected {len(models)} names, one per model")
         labels = tuple(str(name) for name in names)
+    if isinstance(models, StoredModels):
+        _check_states(models.tensors, labels)
+    else:
+        models = _check_networks(models, labels)
+        states = [named_tensors(model) for model in models]
+        _check_states(states.__getitem__, labels)
+    classes = _counts(class_counts, "class_counts", len(models), 2)
+    samples = _counts(sample_counts, "sample_counts", len(models), 1)
+    if samples is None and classes is not None:
+        samples = classes.sum(axis=1)
+    return Clients(models, labels, classes, samples, input_moments)
+
+
+def _check_networks(models: Sequence[nn.Module], labels: Sequence[str]) -> tuple[nn.Module, ...]:
+    """The networks without what is around them."""
     for model, label in zip(models, labels, strict=True):
         if not isinstance(model, nn.Module):
             raise InputError(f"{label}: found {type(model).__name__}, expected an nn.Module")
@@ -126,16 +160,17 @@ def check_clients(
                 f"{label} has lazy layers that never ran, so it has no weights to fuse; train it, "
                 "or load its weights, first"
             )
-    models = [unwrapped(model) for model in models]
-    states = [named_tensors(model) for model in models]
-    for state, label in zip(states, labels, strict=True):
-        _check_same_tensors(state, label, states[0], labels[0])
+    return tuple(unwrapped(model) for model in models)
+
+
+def _check_states(read: Callable[[int], Mapping[str, Tensor]], labels: Sequence[str]) -> None:
+    """Refuse tensors that are not those of the first, or not finite; one model at a time."""
+    first: dict[str, Tensor] = {}
+    for s, label in enumerate(labels):
+        state = dict(read(s))
+        first = first or {name: tensor.to("meta") for name, tensor in state.items()}
+        _check_same_tensors(state, label, first, labels[0])
         _check_finite(state, label)
-    classes = _counts(class_counts, "class_counts", len(models), 2)
-    samples = _counts(sample_counts, "sample_counts", len(models), 1)
-    if samples is None and classes is not None:
-        samples = classes.sum(axis=1)
-    return Clients(tuple(models), labels, classes, samples, input_moments)
 
 
 def _check_same_tensors(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from nafi.fusion.clients import Array
 from nafi.fusion.features import Moments, NeuronTable, known_share
 from nafi.fusion.heads import comparable
 from nafi.fusion.method import Alignment, Progress
@@ -20,7 +21,7 @@ from nafi.fusion.networks import Networks
 from nafi.fusion.responses import response_table
 from nafi.fusion.rotation import circuit_table, common_bases
 from nafi.graph import Freedom, ModelSpec, Placement, Positions, equal_widths
-from nafi.matching import POPULARITY, Index, Matching, match
+from nafi.matching import POPULARITY, Index, Matching, Owners, match
 from nafi.options import Options, number, one_of, option, optional, whole
 
 # The spread of the penalty is counted for so many columns, those of the paper's first layer. It
@@ -66,7 +67,8 @@ class MatchingOptions(Options, ABC):
         penalty, divergence = self.cost
         return match(
             table.neurons,
-            precisions=[noise * weights for weights in table.weights],
+            precisions=_scaled(table, noise),
+            owners=table.owners,
             prior_precision=prior,
             mass=self.mass,
             penalty=penalty,
@@ -78,15 +80,10 @@ class MatchingOptions(Options, ABC):
             seed=self.seed,
         )
 
-    def noise(self, table: NeuronTable) -> float:
-        """The precision of a column of weight 1."""
+    def noise(self, total: float, count: int) -> float:
+        """The precision of a column of weight 1, for neurons of a `energy`."""
         if self.noise_precision is not None:
             return self.noise_precision
-        total = sum(
-            float((np.square(neurons) @ weights).sum())
-            for neurons, weights in zip(table.neurons, table.weights, strict=True)
-        )
-        count = sum(neurons[..., 0].size for neurons in table.neurons)
         return self.evidence * count / total if total > 0 else 1.0
 
 
@@ -96,6 +93,9 @@ class Descent:
 
     matched: groups that are in the same order in all clients to begin with
     match_by: "weights", or "responses" on the networks' probe
+    owners, noises: for networks that stand for groups of clients: how many each neuron stands for,
+        by client and group, and the precision of a column by group
+    energies: group -> squared norms of all neurons and how many there are, of what is matched
     """
 
     networks: Networks
@@ -104,6 +104,9 @@ class Descent:
     moments: Moments = field(default_factory=dict)
     matched: Collection[str] = ()
     match_by: str = "weights"
+    owners: Sequence[Mapping[str, Owners]] | None = None
+    noises: Mapping[str, float] = field(default_factory=dict)
+    energies: dict[str, tuple[float, int]] = field(default_factory=dict)
     placements: list[dict[str, Placement]] = field(default_factory=list)
     matchings: dict[str, Matching] = field(default_factory=dict)
 
@@ -152,11 +155,19 @@ class Descent:
             self._match_within(group)
         else:
             table = self._table(group)
-            matching = self._match(table, self.limits[group], self.options.noise(table))
+            matching = self._match(table, self.limits[group], self._noise(group, table))
             self.matchings[group] = matching.without_neurons()
             self._place(group, matching.assignments, matching.width)
         for name in inside:
             self.step(name)
+
+    def _noise(self, group: str, table: NeuronTable) -> float:
+        """The precision of a column of weight 1."""
+        if group in self.noises:
+            return self.noises[group]
+        if self.options.noise_precision is None:
+            self.energies[group] = energy(table)
+        return self.options.noise(*self.energies.get(group, (0.0, 0)))
 
     def _table(self, group: str) -> NeuronTable:
         """What the neurons of a group are compared by."""
@@ -164,14 +175,15 @@ class Descent:
         if circuits is not None:
             return circuits
         table = response_table(self.networks, group) if self.match_by == "responses" else None
-        return table or comparable(self.networks, group, self.placements, self.moments)
+        table = table or comparable(self.networks, group, self.placements, self.moments)
+        if self.owners is None:
+            return table
+        return replace(table, owners=[client[group] for client in self.owners])
 
     def _match(self, table: NeuronTable, limit: int, noise: float) -> Matching:
         """Match in the order of the ranking, and answer in that of the clients."""
         ranking = self.networks.ranking
-        ranked = NeuronTable(
-            [table.neurons[s] for s in ranking], [table.weights[s] for s in ranking]
-        )
+        ranked = table.ranked(ranking)
         matching = self.options.match(ranked, limit, noise)
         if self.match_by == "responses" and limit < sum(map(len, table.neurons)):
             # A refit makes good use of every neuron that it may have.
@@ -194,7 +206,7 @@ class Descent:
     def _match_within(self, group: str) -> None:
         """Match the neurons within each member of the parent, on one scale for all of them."""
         table = self._table(group)
-        unit = self.options.noise(table)
+        unit = self._noise(group, table)
         parent = str(self.networks.spec.groups[group].parent)
         assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in table.neurons]
         width = 0
@@ -222,6 +234,33 @@ class Descent:
     def _place(self, group: str, assigned: Sequence[Index], width: int) -> None:
         for placements, places in zip(self.placements, assigned, strict=True):
             placements[group] = Positions(torch.from_numpy(places), width)
+
+
+def energy(table: NeuronTable) -> tuple[float, int]:
+    """The weighted squared norms of all neurons, and how many there are."""
+    total, count = 0.0, 0
+    for neurons, weights in zip(table.neurons, table.weights, strict=True):
+        total += float((np.square(neurons) @ weights).sum())
+        count += neurons[..., 0].size
+    return total, count
+
+
+def _scaled(table: NeuronTable, noise: float) -> list[Array]:
+    """The precisions of each client's columns; rows of weights that are one stay one.
+
+    (J_s, D), or (J_s, 1) where columns are alike, for a client whose neurons stand for several.
+    """
+    if table.owners is None:
+        scaled = {id(row): noise * row for row in table.weights}
+        return [scaled[id(row)] for row in table.weights]
+    return [
+        noise * np.asarray(owners.counts, dtype=np.float64)[:, None] * _alike(row)
+        for owners, row in zip(table.owners, table.weights, strict=True)
+    ]
+
+
+def _alike(row: Array) -> Array:
+    return row[:1] if (row == row[0]).all() else row
 
 
 def next_group(networks: Networks, direction: str, matched: Sequence[str]) -> str:

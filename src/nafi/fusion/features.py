@@ -6,7 +6,7 @@ Promises: one table of rows for each client, with the weight of every column.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -21,11 +21,11 @@ from nafi.graph import (
     Placements,
     Role,
     Stretch,
-    holds_numbers,
     lift_block,
     rows_first,
     stretches,
 )
+from nafi.matching import Owners, Streamed
 
 # Inputs that are always zero say nothing of a column, but no column is left without any weight.
 LEAST_MOMENT = 1e-3
@@ -39,12 +39,26 @@ Moments = Mapping[str, Sequence[Array]]
 class NeuronTable:
     """The neurons of one group that can be compared.
 
-    neurons: for each client (J_s, D), or (parent's width, J_s, D) for a group with a parent
+    neurons: for each client (J_s, D), or (parent's width, J_s, D) for a group with a parent; read
+        again whenever they are needed where the clients stay in files
     weights: for each client (D,) the weight of each column
+    owners: for each client how many clients its neurons stand for, if that is not one
     """
 
-    neurons: list[Array]
-    weights: list[Array]
+    neurons: Sequence[Array]
+    weights: Sequence[Array]
+    owners: Sequence[Owners] | None = None
+
+    def ranked(self, order: Sequence[int]) -> NeuronTable:
+        """The same with the clients in another order."""
+        neurons: Sequence[Array]
+        if isinstance(self.neurons, Streamed):
+            read, widths = self.neurons.read, [self.neurons.widths[s] for s in order]
+            neurons = Streamed(widths, self.neurons.dimension, lambda k: read(order[k]))
+        else:
+            neurons = [self.neurons[s] for s in order]
+        owners = None if self.owners is None else [self.owners[s] for s in order]
+        return NeuronTable(neurons, [self.weights[s] for s in order], owners)
 
 
 def usable(stretch: Stretch, matched: Collection[str]) -> bool:
@@ -88,44 +102,71 @@ def comparable_columns(
     ]
     if not chosen:
         return None
-    neurons: list[Array] = []
-    weights: list[list[Array]] = []
-    squares: list[list[Array]] = []
-    means: list[list[Array]] = []
-    for s, spec in enumerate(networks.specs):
-        of_model = [_stretches(networks, spec, group)[k] for k in chosen]
-        parts = [
-            real_rows(rows_first(lifted_columns(networks, s, stretch, placements[s]), stretch.rows))
-            for stretch in of_model
+
+    def parts_of(s: int) -> list[Array]:
+        of_model = _stretches(networks, networks.specs[s], group)
+        return [
+            real_rows(rows_first(lifted_columns(networks, s, of_model[k], placements[s]), rows))
+            for k in chosen
+            for rows in [of_model[k].rows]
         ]
-        weights.append(
-            [
-                _column_weights(networks, s, stretch, placements[s], moments, rows.shape[1])
-                for stretch, rows in zip(of_model, parts, strict=True)
-            ]
-        )
-        squares.append([np.einsum("jd,jd->d", rows, rows) for rows in parts])
-        means.append([rows.mean(axis=0) for rows in parts])
-        neurons.append(np.concatenate(parts, axis=1))  # a copy, also of one part alone
-    start = 0
-    for place, k in enumerate(chosen):
-        columns = slice(start, start := start + len(weights[0][place]))
-        if stretches_here[k].tensor in moments:
-            _balance([parts[place] for parts in squares], [parts[place] for parts in weights])
-        if _is_gain(stretches_here[k], networks.spec):
-            # What all neurons have in common, such as gains of one, tells none of them apart.
-            shared = np.mean([parts[place] for parts in means], axis=0)
-            for matrix in neurons:
-                matrix[:, columns] -= shared
-    return _in_parents(networks, group, neurons, [np.concatenate(parts) for parts in weights])
+
+    sizes = [rows.shape[1] for rows in parts_of(0)]
+    columns = [slice(end - size, end) for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
+    weights = [
+        [
+            _column_weights(networks, s, of_model[k], placements[s], moments, size)
+            for k, size in zip(chosen, sizes, strict=True)
+        ]
+        for s, spec in enumerate(networks.specs)
+        for of_model in [_stretches(networks, spec, group)]
+    ]
+    weighed = [p for p, k in enumerate(chosen) if stretches_here[k].tensor in moments]
+    gains = [p for p, k in enumerate(chosen) if _is_gain(stretches_here[k], networks.spec)]
+    squares: list[list[Array]] = [[] for _ in chosen]
+    means: list[list[Array]] = [[] for _ in chosen]
+    neurons: list[Array] = []
+    streamed = networks.clients.stored
+    for s in range(len(networks.specs)) if weighed or gains or not streamed else ():
+        parts = parts_of(s)
+        for place in weighed:
+            squares[place].append(np.einsum("jd,jd->d", parts[place], parts[place]))
+        for place in gains:
+            means[place].append(parts[place].mean(axis=0))
+        if not streamed:
+            neurons.append(np.concatenate(parts, axis=1))  # a copy, also of one part alone
+    for place in weighed:
+        _balance(squares[place], [of_client[place] for of_client in weights])
+    # What all neurons have in common, such as gains of one, tells none of them apart.
+    shared = {place: np.mean(means[place], axis=0) for place in gains}
+
+    def centred(matrix: Array) -> Array:
+        for place, mean in shared.items():
+            matrix[:, columns[place]] -= mean
+        return matrix
+
+    def read(s: int) -> Array:
+        return centred(np.concatenate(parts_of(s), axis=1))
+
+    spread = _interned(np.concatenate(of_client) for of_client in weights)
+    if streamed:
+        widths = networks.local_widths(group)
+        return NeuronTable(Streamed(widths, sum(sizes), read), spread)
+    return _in_parents(networks, group, [centred(matrix) for matrix in neurons], spread)
+
+
+def _interned(rows: Iterable[Array]) -> list[Array]:
+    """The same, equal ones as one: most often, all clients weigh the same."""
+    known: dict[bytes, Array] = {}
+    return [known.setdefault(row.tobytes(), row) for row in rows]
 
 
 def summary(networks: Networks, group: str, placements: Sequence[Placements]) -> NeuronTable:
     """What can be compared where nothing else can: sums and norms over columns of unknown order."""
-    neurons = []
-    for s, spec in enumerate(networks.specs):
+
+    def read(s: int) -> Array:
         parts = []
-        for stretch in _stretches(networks, spec, group):
+        for stretch in _stretches(networks, networks.specs[s], group):
             block = stretch.block
             unknown = [
                 dim
@@ -137,7 +178,14 @@ def summary(networks: Networks, group: str, placements: Sequence[Placements]) ->
             lifted = lifted_columns(networks, s, stretch, placements[s])
             sums = [lifted.sum(unknown, True), lifted.abs().square().sum(unknown, True).sqrt()]
             parts += [real_rows(rows_first(reduced, stretch.rows)) for reduced in sums]
-        neurons.append(np.concatenate(parts, axis=1))
+        return np.concatenate(parts, axis=1)
+
+    count = len(networks.specs)
+    if networks.clients.stored:
+        columns = read(0).shape[1]
+        widths = networks.local_widths(group)
+        return NeuronTable(Streamed(widths, columns, read), [np.ones(columns)] * count)
+    neurons = [read(s) for s in range(count)]
     return _in_parents(networks, group, neurons, [np.ones(rows.shape[1]) for rows in neurons])
 
 
@@ -154,8 +202,7 @@ def _in_parents(
 
 def _stretches(networks: Networks, spec: ModelSpec, group: str) -> list[Stretch]:
     """What clients have learnt of a group; buffers only where there is nothing else."""
-    state = networks.states[0]
-    numbers = [name for name in spec.tensors if holds_numbers(state[name])]
+    numbers = [name for name in spec.tensors if name in networks.numbers]
     learnt = stretches(spec, group, [name for name in numbers if name in networks.learnt])
     return learnt or stretches(spec, group, numbers)
 

@@ -87,6 +87,8 @@ def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate
     A fusion that knows who has seen which class would look better than it is beside an ensemble
     that does not.
     """
+    if clients.stored:  # side by side they would all be in memory
+        return None
     models = [copy_network(model) for model in clients.models]
     network = EnsembleNetwork(models, *shares_of(clients)).eval()
     try:

@@ -128,6 +128,8 @@ def _output_moments(
     pairs = networks.merging.spec.folded
     if networks.probe is not None:
         return measured_moments(model, pairs, networks.probe)
+    if not pairs:
+        return {}
     claims = [claimed_moments(client, pairs) for client in networks.clients.models]
     moments = {}
     for layer, norm in pairs:

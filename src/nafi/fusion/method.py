@@ -39,9 +39,11 @@ class Method(Options, ABC):
     lists: its options that may list several values, to choose from by a score
     uses: which of class_counts, sample_counts and input_moments it takes into account; whatever
         else is given of the clients' data is refused
+    streams: whether it can work on models that are read from files one at a time
     """
 
     name: ClassVar[str]
+    streams: ClassVar[bool] = False
     lists: ClassVar[tuple[str, ...]] = ()
     uses: ClassVar[frozenset[str]] = frozenset()
 
@@ -80,6 +82,14 @@ class Method(Options, ABC):
             raise InputError(
                 f"{names}: a list needs validate=, a function of the fused model whose result is "
                 "the higher the better (the accuracy on data held out by the clients, for example)"
+            )
+
+    def check_stored(self, clients: Clients) -> None:
+        """Refuse models that stay in files, for a method that needs all of them at once."""
+        if clients.stored and not self.streams:
+            raise InputError(
+                f"method {self.name} needs all models in memory at once; load them, or use nafi, "
+                "pfnm or fedavg, which read one at a time"
             )
 
     def check_uses(self, **known: object) -> None:

@@ -19,6 +19,7 @@ from nafi.errors import InputError, SpecError
 from nafi.fusion.clients import Clients
 from nafi.fusion.recording import Recording, record, unlike_rows
 from nafi.fusion.screen import Screen
+from nafi.fusion.stored import Spill, StoredStates
 from nafi.graph import (
     Bases,
     Freedom,
@@ -64,11 +65,16 @@ class Networks:
     template: nn.Module
     architecture: ModelSpec
     specs: tuple[ModelSpec, ...]
-    states: tuple[Mapping[str, Tensor], ...]
+    states: Sequence[Mapping[str, Tensor]]
     batchnorm: Normalisation
     learnt: frozenset[str]
     probe: Inputs | None = None
     bases: Bases = field(default_factory=Bases)
+
+    @cached_property
+    def numbers(self) -> frozenset[str]:
+        """The tensors that hold weights or statistics, and not counters or positions."""
+        return frozenset(name for name, t in self.states[0].items() if holds_numbers(t))
 
     @property
     def spec(self) -> ModelSpec:
@@ -82,10 +88,7 @@ class Networks:
         The one with the largest weights comes first: it has learnt most. Whatever treats clients
         one after the other follows it.
         """
-        sizes = [
-            sum(float(t.abs().double().square().sum()) for t in state.values() if holds_numbers(t))
-            for state in self.states
-        ]
+        sizes = [sum(_square(t) for t in state.values()) for state in self.states]
         return sorted(range(len(sizes)), key=lambda s: -sizes[s])
 
     @cached_property
@@ -134,6 +137,25 @@ class Networks:
             states=self.states[index : index + 1],
         )
 
+    def group(self, chosen: Sequence[int]) -> Networks:
+        """Some of the clients, with the first of all as a template."""
+        states = self.states
+        return self.with_clients(
+            self.clients.only(*chosen),
+            [self.specs[s] for s in chosen],
+            states.chosen(chosen)
+            if isinstance(states, StoredStates)
+            else tuple(states[s] for s in chosen),
+        )
+
+    def with_clients(
+        self, clients: Clients, specs: Sequence[ModelSpec], states: Sequence[Mapping[str, Tensor]]
+    ) -> Networks:
+        """Other clients of the same architecture; what can grow in it is the same."""
+        twin = replace(self, clients=clients, specs=tuple(specs), states=states)
+        vars(twin)["_growth"] = self._growth  # which holds for the template, not for these clients
+        return twin
+
     def local_widths(self, group: str) -> list[int]:
         return [spec.groups[group].width for spec in self.specs]
 
@@ -150,8 +172,13 @@ class Networks:
         The networks as the clients have them. Models that trained on from a common start keep
         their statistics this way; others need `calibrate` afterwards.
         """
-        states = tuple(_state(_as_used(model)) for model in self.clients.models)
-        specs = tuple(self.architecture.fitted(state) for state in states)
+        models = self.clients.models
+        states: Sequence[Mapping[str, Tensor]]
+        if self.clients.stored:
+            states = StoredStates(len(models), lambda s: _state(_as_used(models[s])))
+        else:
+            states = tuple(_state(_as_used(model)) for model in models)
+        specs = _fitted_specs(self.clients, self.architecture)
         return replace(self, template=self.original, specs=specs, states=states)
 
     def in_canonical_bases(self) -> Networks:
@@ -160,6 +187,11 @@ class Networks:
         bases = free_bases(self.template, self.spec, self.architecture.example_inputs)
         if not bases.freedoms:
             return self
+        if self.clients.stored:
+            raise InputError(
+                "this network has bases that are turned, for which all models must be in memory; "
+                "load them, or give bases='ordered'"
+            )
         states = tuple(
             bases.canonical(state, spec)
             for state, spec in zip(self.states, self.specs, strict=True)
@@ -175,6 +207,8 @@ class Networks:
         """The same with neurons and counts held to what is usual."""
         if not screen.active:
             return self
+        if self.clients.stored:
+            raise InputError("clip and trim compare all models with each other: load them")
         held = replace(
             self.clients,
             class_counts=screen.counts(self.clients.class_counts),
@@ -226,20 +260,48 @@ def prepare_networks(
     if known.example_inputs is None:
         known = replace(known, example_inputs=check_inputs(example_inputs))
     way = Normalisation(batchnorm)
-    folded = [
-        way.for_matching(_as_used(model), _fitted(model, known, clients, s))
-        for s, model in enumerate(clients.models)
-    ]
+    fitted = _fitted_specs(clients, known)
+    template, spec_of_first = way.for_matching(_as_used(first), fitted[0])
+    states: Sequence[Mapping[str, Tensor]]
+    if not clients.stored:
+        folded = [
+            way.for_matching(_as_used(model), own)
+            for model, own in zip(clients.models, fitted, strict=True)
+        ]
+        specs = tuple(own for _, own in folded)
+        states = tuple(_state(model) for model, _ in folded)
+    elif template is first:
+        specs, states = fitted, clients.states  # nothing was changed, so files have it all
+    else:
+        specs, states = _folded_once(clients, fitted, way)
+    if clients.stored and any(group.parent is not None for group in spec_of_first.groups.values()):
+        raise InputError("attention heads are matched with all models in memory: load them")
     return Networks(
         clients,
         first,
-        folded[0][0],
+        template,
         known,
-        tuple(fitted for _, fitted in folded),
-        tuple(_state(model) for model, _ in folded),
+        specs,
+        states,
         way,
-        frozenset(name for name, _ in folded[0][0].named_parameters(remove_duplicate=False)),
+        frozenset(name for name, _ in template.named_parameters(remove_duplicate=False)),
     )
+
+
+def _folded_once(
+    clients: Clients, fitted: Sequence[ModelSpec], way: Normalisation
+) -> tuple[tuple[ModelSpec, ...], Sequence[Mapping[str, Tensor]]]:
+    """Every client's network with its normalisation folded, written to a temporary folder."""
+    spill, known = Spill(), dict[int, ModelSpec]()
+    for model, own in zip(clients.models, fitted, strict=True):
+        folded, spec = way.for_matching(_as_used(model), own)
+        known.setdefault(id(own), spec)
+        spill.add(_state(folded))
+    return tuple(known[id(own)] for own in fitted), spill.states()
+
+
+def _square(tensor: Tensor) -> float:
+    return float(tensor.abs().double().square().sum()) if holds_numbers(tensor) else 0.0
 
 
 def _as_used(model: nn.Module) -> nn.Module:
@@ -259,10 +321,18 @@ def check_clip(screen: Screen, batchnorm: str) -> None:
         )
 
 
-def _fitted(model: nn.Module, spec: ModelSpec, clients: Clients, index: int) -> ModelSpec:
-    try:
-        return spec.fitted(named_tensors(model))
-    except SpecError as error:
-        raise SpecError(
-            f"{clients.names[index]} is of another architecture than {clients.names[0]}: {error}"
-        ) from None
+def _fitted_specs(clients: Clients, spec: ModelSpec) -> tuple[ModelSpec, ...]:
+    """The spec at the widths of every client; clients of the same shapes share one."""
+    known: dict[tuple[torch.Size, ...], ModelSpec] = {}
+    fitted = []
+    for outline, label in zip(clients.outlines, clients.names, strict=True):
+        shapes = tuple(tensor.shape for tensor in outline.values())
+        if shapes not in known:
+            try:
+                known[shapes] = spec.fitted(outline)
+            except SpecError as error:
+                raise SpecError(
+                    f"{label} is of another architecture than {clients.names[0]}: {error}"
+                ) from None
+        fitted.append(known[shapes])
+    return tuple(fitted)

@@ -3,7 +3,18 @@
 from nafi.matching.api import match, match_path
 from nafi.matching.columns import Index
 from nafi.matching.divergence import DIVERGENCES
+from nafi.matching.inputs import Owners, Streamed
 from nafi.matching.prior import POPULARITY
 from nafi.matching.result import Matching, Sweep
 
-__all__ = ["DIVERGENCES", "POPULARITY", "Index", "Matching", "Sweep", "match", "match_path"]
+__all__ = [
+    "DIVERGENCES",
+    "POPULARITY",
+    "Index",
+    "Matching",
+    "Owners",
+    "Streamed",
+    "Sweep",
+    "match",
+    "match_path",
+]

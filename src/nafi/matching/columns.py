@@ -37,9 +37,12 @@ class ColumnBlocks:
         width = precisions.shape[1]
         if np.all(precisions == precisions[:, :1]):
             return cls(np.arange(width), np.array([width]))
-        _, block, sizes = np.unique(precisions, axis=1, return_inverse=True, return_counts=True)
+        _, first, block, sizes = np.unique(
+            precisions, axis=1, return_index=True, return_inverse=True, return_counts=True
+        )
         block = block.reshape(-1)  # numpy 2.0 returned it two-dimensional here
-        by_size = np.argsort(-sizes, kind="stable")
+        # Of equally wide blocks the caller's first: often nothing has to be sorted, nor copied.
+        by_size = np.lexsort((first, -sizes))
         rank = np.empty_like(by_size)
         rank[by_size] = np.arange(len(by_size))
         return cls(np.argsort(rank[block], kind="stable"), sizes[by_size])

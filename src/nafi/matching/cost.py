@@ -25,7 +25,8 @@ class CostModel(Protocol):
     def __call__(self, posterior: Gaussian, model: LocalModel, products: Sequence[Array]) -> Array:
         """(I, J) cost of assigning neuron j of `model` to global neuron i, without popularity.
 
-        A new neuron is a global neuron whose posterior is the prior.
+        A new neuron is a global neuron whose posterior is the prior. All neurons of the model have
+        one precision and stand for equally many models: see `LocalModel.parts`.
         """
 
 
@@ -60,7 +61,7 @@ class PenalisedCost:
 
     def __call__(self, posterior: Gaussian, model: LocalModel, products: Sequence[Array]) -> Array:
         cost = evidence(posterior, model.precision)
-        moved = self.divergence.moved(posterior, model.precision, self.dimension)
+        moved = self.divergence.moved(posterior, model.precision, self.dimension, model.steps)
         if self.divergence.is_quadratic:
             both = cost + moved.scaled(self.penalty)
             return both.evaluate(posterior, model, products)

@@ -1,34 +1,36 @@
 """Algorithm `algori:nafi`: coordinate descent over the models' assignments.
 
-Hides: the order of models, the bookkeeping of global neurons, when to stop, and the work that
-descents under several costs share. Promises: each model's assignment is the cheapest for its cost
-matrix given all others, every global neuron has an owner, and equal inputs and seeds give bit-equal
-results.
+Hides: the order of models, the bookkeeping of global neurons, when to stop, the work that descents
+under several costs share, and that costs are computed for some global neurons at a time. Promises:
+each model's assignment is the cheapest for its cost matrix given all others, every global neuron
+has an owner, and equal inputs and seeds give bit-equal results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from nafi.matching.assignment import assign
+from nafi.matching.assignment import AssignmentProblem
 from nafi.matching.columns import Array, Index
 from nafi.matching.cost import CostModel, joint_objective
 from nafi.matching.gaussian import Gaussian
 from nafi.matching.inputs import LocalModel, MatchingInput
 from nafi.matching.posterior import Posterior
 from nafi.matching.prior import BetaBernoulli
-from nafi.matching.products import GramProducts, direct_products
+from nafi.matching.products import DoubleProducts, GramProducts, SingleProducts, direct_products
 from nafi.matching.result import Matching, Sweep
 
 # From this number of diverged descents on, computing all pairwise products once is faster, if they
 # fit into this many bytes.
 _SHARE_FROM = 3
 _SHARE_BYTES = 2**30
+# Costs of so many pairs are computed at a time: 16 MB, which the allocator keeps for the next.
+_PAIRS = 2**21
 
 
 @dataclass
@@ -54,6 +56,7 @@ class CoordinateDescent:
     costs: Sequence[CostModel]
     prior: BetaBernoulli
     max_width: int
+    products: type[DoubleProducts] | type[SingleProducts] = DoubleProducts
 
     def run(self, sweeps: int, rng: np.random.Generator) -> list[Matching]:
         """Assign every model, the widest first; then reassign them in `sweeps` random orders.
@@ -63,7 +66,8 @@ class CoordinateDescent:
         """
         models = self.inputs.models
         branches = [Branch(list(range(len(self.costs))), Posterior(self.inputs))]
-        widest_first = sorted(range(len(models)), key=lambda s: -models[s].width)
+        widths = self.inputs.widths
+        widest_first = sorted(range(len(models)), key=lambda s: -widths[s])
         branches = self._sweep(branches, widest_first)
         for _ in range(sweeps):
             if all(len(branch.settled) == len(models) for branch in branches):
@@ -75,24 +79,38 @@ class CoordinateDescent:
             results |= {cost: self._matching(branch) for cost in branch.costs}
         return [results[cost] for cost in range(len(self.costs))]
 
-    def best(self, cost: int, neurons: GlobalNeurons, model: LocalModel) -> Index:
-        """(J,) the best assignment under one cost: i for the i-th taken slot, I and above: new."""
-        existing = len(neurons.slots)
+    def best(
+        self, cost: int, neurons: Iterable[GlobalNeurons], existing: int, model: LocalModel
+    ) -> Index:
+        """(J,) the best assignment: i for the i-th of the existing, I and above: new."""
         room = min(self.prior.room(existing, model.width), self.max_width - existing, model.width)
-        joining = np.empty((0, model.width))
-        if existing:
-            joining = self.costs[cost](neurons.gaussian, model, neurons.products)[neurons.slots]
-            joining += self.prior.shared(neurons.counts)[:, None]
-        return assign(joining, self.openings[cost][model.index], self.prior.opened(room))
+        problem = AssignmentProblem(existing, self.opening(cost, model), self.prior.opened(room))
+        for part in neurons:
+            joining = self._costs(cost, part.gaussian, model, part.products)[part.taken]
+            if model.owners is None:
+                joining += self.prior.shared(part.counts)[:, None]
+            else:
+                joining += self.prior.joined(part.counts, model.owners)
+            problem.add(part.first, joining)
+        return problem.solve()
 
-    @cached_property
-    def openings(self) -> list[list[Array]]:
-        """Per cost and model (J,): the cost of a new neuron, a global one equal to the prior."""
+    def opening(self, cost: int, model: LocalModel) -> Array:
+        """(J,) the cost of a new neuron, a global one equal to the prior."""
         prior = self.inputs.prior
-        return [
-            [cost(prior, model, direct_products(prior, model))[0] for model in self.inputs.models]
-            for cost in self.costs
-        ]
+        costs: Array = self._costs(cost, prior, model, direct_products(prior, model))[0]
+        return costs if model.owners is None else costs + self.prior.gathered(model.owners)
+
+    def _costs(
+        self, cost: int, gaussian: Gaussian, model: LocalModel, products: list[Array]
+    ) -> Array:
+        """(I, J) the costs of all pairs, without popularity."""
+        if model.owners is None:
+            return self.costs[cost](gaussian, model, products)
+        values = np.empty((len(gaussian.eta), model.width))
+        for rows, part in model.parts:
+            of_part = [product[:, rows] for product in products]
+            values[:, rows] = self.costs[cost](gaussian, part, of_part)
+        return values
 
     @cached_property
     def _gram(self) -> GramProducts:
@@ -122,10 +140,14 @@ class CoordinateDescent:
         before = branch.posterior.assignments[s]
         branch.posterior.forget(s)
         taken = branch.posterior.taken(spare=model.width)
-        neurons = self._global_neurons(branch.posterior, np.flatnonzero(taken), model, diverged)
+        existing = np.flatnonzero(taken)
+        neurons: Iterable[GlobalNeurons]
+        neurons = self._global_neurons(branch.posterior, existing, model, diverged)
+        if len(branch.costs) > 1:
+            neurons = list(neurons)  # all costs use the same products
         choices: dict[bytes, tuple[Index, list[int]]] = {}
         for cost in branch.costs:
-            slots = _slots_of(self.best(cost, neurons, model), taken, before)
+            slots = _slots_of(self.best(cost, neurons, len(existing), model), taken, before)
             choices.setdefault(slots.tobytes(), (slots, []))[1].append(cost)
         parts = [branch.split(costs) for _, costs in list(choices.values())[1:]]
         branch.costs = next(iter(choices.values()))[1]
@@ -139,15 +161,22 @@ class CoordinateDescent:
 
     def _global_neurons(
         self, posterior: Posterior, slots: Index, model: LocalModel, diverged: int
-    ) -> GlobalNeurons:
+    ) -> Iterator[GlobalNeurons]:
+        """The taken slots, some at a time; all of them if there are not many."""
         # Free slots may lie between the taken ones: computing them is faster than copying the rest.
         front = int(slots[-1]) + 1 if len(slots) else 0
-        gaussian = posterior.at(slice(front))
-        if diverged >= _SHARE_FROM and GramProducts.bytes_needed(self.inputs) <= _SHARE_BYTES:
-            products = self._gram(posterior, front, model)
-        else:
-            products = direct_products(gaussian, model)
-        return GlobalNeurons(slots, posterior.counts(slots), gaussian, products)
+        gaussian, counts = posterior.at(slice(front)), posterior.counts(slots)
+        shared = diverged >= _SHARE_FROM and GramProducts.bytes_needed(self.inputs) <= _SHARE_BYTES
+        known = self._gram(posterior, front, model) if shared else []
+        multiply = self.products(model, gaussian.columns)
+        step = max(1, _PAIRS // model.width)
+        for start in range(0, front, step):
+            rows = slice(start, min(start + step, front))
+            first, last = np.searchsorted(slots, [rows.start, rows.stop])
+            part = gaussian.rows(rows)
+            products = [each[rows] for each in known] if shared else multiply(part)
+            taken = slots[first:last] - start
+            yield GlobalNeurons(int(first), taken, counts[first:last], part, products)
 
     def _record(self, branch: Branch) -> Sweep:
         slots = np.flatnonzero(branch.posterior.taken())
@@ -166,6 +195,8 @@ class CoordinateDescent:
             assignments=tuple(number[a] for a in posterior.assignments if a is not None),
             posterior=posterior.at(slots),
             counts=posterior.counts(slots).astype(np.intp),
+            prior=self.inputs.prior,
+            models=self.inputs.count,
             history=tuple(branch.history),
             converged=len(branch.settled) == len(self.inputs.models),
         )
@@ -173,13 +204,15 @@ class CoordinateDescent:
 
 @dataclass(frozen=True, eq=False)
 class GlobalNeurons:
-    """What all cost matrices of one model are computed from.
+    """What the costs of some global neurons are computed from.
 
-    slots, counts: (I,) the taken slots and the number of their owners
-    gaussian, products: the posterior and the inner products in all slots up to the last taken one
+    first: how many taken slots come before
+    taken, counts: (I,) the taken slots among these, and the number of their owners
+    gaussian, products: the posterior and the inner products in all of these slots
     """
 
-    slots: Index
+    first: int
+    taken: Index
     counts: Array
     gaussian: Gaussian
     products: list[Array]

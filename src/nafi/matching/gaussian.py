@@ -34,3 +34,7 @@ class Gaussian:
     def energy(self) -> Array:
         """(I, B) squared norm of `eta` within each block."""
         return self.columns.sum_of_squares(self.eta)
+
+    def rows(self, chosen: slice) -> Gaussian:
+        """Some of them; nothing is copied."""
+        return Gaussian(self.eta[chosen], self.precision[chosen], self.columns)

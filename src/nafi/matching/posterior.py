@@ -2,7 +2,9 @@
 
 Hides: slots, which are reused and never move, so that a neuron keeps its place while models are
 added and removed. Promises: `forget` undoes `observe` up to rounding; precisions are recomputed
-from the members each time, so they stay positive however often models are added and removed.
+from the members each time, so they stay positive however often models are added and removed; what
+is held does not grow with the number of models, but for one integer per neuron and, where
+precisions differ between models, one per global neuron and precision.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ class Posterior:
     """Slots for global neurons; a slot without members is free.
 
     eta: (slots, D) `t0 m0 + sum t_s w_sj` over the members
-    members: (slots, S) 1 where model s owns a neuron there, else 0
+    precision: (slots, B) `t0 + sum t_s` over the members
+    owned: (slots,) how many models own the global neuron there
+    members: (slots, K) how many of them have each of the K precisions that occur
     assignments: per model the slot of each of its neurons, None while the model is removed
     """
 
@@ -27,7 +31,10 @@ class Posterior:
         self.inputs = inputs
         self.assignments: list[Index | None] = [None] * len(inputs.models)
         self.eta: Array = np.repeat(inputs.prior.eta, 2 * inputs.widest, axis=0)
-        self.members: Array = np.zeros((len(self.eta), len(inputs.models)))
+        self.precision: Array = np.repeat(inputs.prior.precision, len(self.eta), axis=0)
+        self.owned: Array = np.zeros(len(self.eta))
+        self.members = np.zeros((len(self.eta), len(inputs.models.kinds)), dtype=np.int32)
+        self._exact = True  # whether nothing was ever taken away from `eta`
 
     def copy(self) -> Posterior:
         """An independent copy that shares the inputs."""
@@ -35,14 +42,17 @@ class Posterior:
         twin.inputs = self.inputs
         twin.assignments = list(self.assignments)
         twin.eta = self.eta.copy()
+        twin.precision = self.precision.copy()
+        twin.owned = self.owned.copy()
         twin.members = self.members.copy()
+        twin._exact = self._exact
         return twin
 
     def observe(self, s: int, slots: Index) -> None:
         """Add model s, its neuron j to the global neuron in `slots[j]` (`Gauss_conj`)."""
         self._add_weighted(s, slots, 1.0)
-        self.members[slots, s] = 1.0
         self.assignments[s] = slots
+        self._count(s, slots, 1)
 
     def forget(self, s: int) -> None:
         """Remove model s; a slot without members is exactly the prior again."""
@@ -50,36 +60,64 @@ class Posterior:
         if slots is None:
             return
         self._add_weighted(s, slots, -1.0)
-        self.members[slots, s] = 0.0
-        self.eta[slots[~self.members[slots].any(axis=1)]] = self.inputs.prior.eta
+        self._exact = False
         self.assignments[s] = None
+        self._count(s, slots, -1)
+        self.eta[slots[self.owned[slots] == 0]] = self.inputs.prior.eta
 
     def refresh(self) -> None:
-        """Recompute `eta` from the assignments, to remove accumulated rounding errors."""
+        """Recompute `eta` from the assignments, to remove what rounding left of removed models."""
+        if self._exact:
+            return
         self.eta[:] = self.inputs.prior.eta
         for s, slots in enumerate(self.assignments):
             if slots is not None:
                 self._add_weighted(s, slots, 1.0)
+        self._exact = True
 
     def taken(self, spare: int = 0) -> npt.NDArray[np.bool_]:
         """Which slots have members; makes room so that at least `spare` of them have none."""
-        taken = np.asarray(self.members.any(axis=1))
+        taken = self.owned > 0
         missing = spare - int(np.count_nonzero(~taken))
         if missing <= 0:
             return taken
-        grow = max(missing, len(self.eta))  # doubling, so that copies are rare
-        self.eta = np.concatenate([self.eta, np.repeat(self.inputs.prior.eta, grow, axis=0)])
-        self.members = np.concatenate([self.members, np.zeros((grow, self.members.shape[1]))])
+        # Doubling, so that copies are rare, but to no more than there can ever be.
+        most = sum(self.inputs.widths)
+        grow = max(missing, min(len(self.eta), most - len(self.eta)))
+        prior = self.inputs.prior
+        self.eta = np.concatenate([self.eta, np.repeat(prior.eta, grow, axis=0)])
+        self.precision = np.concatenate([self.precision, np.repeat(prior.precision, grow, axis=0)])
+        self.owned = np.concatenate([self.owned, np.zeros(grow)])
+        self.members = np.pad(self.members, ((0, grow), (0, 0)))
         return np.concatenate([taken, np.zeros(grow, dtype=np.bool_)])
 
     def counts(self, slots: Index) -> Array:
         """(I,) how many models own each of these global neurons."""
-        return np.asarray(self.members[slots].sum(axis=1))
+        return self.owned[slots]
 
     def at(self, slots: Index | slice) -> Gaussian:
         """The posterior in these slots; free slots are the prior; a slice copies nothing."""
-        precision = self.inputs.prior.precision + self.members[slots] @ self.inputs.precisions
-        return Gaussian(self.eta[slots], precision, self.inputs.columns)
+        return Gaussian(self.eta[slots], self.precision[slots], self.inputs.columns)
+
+    def _count(self, s: int, slots: Index, sign: int) -> None:
+        """Add model s to the members of its slots, or take it away, and sum up their precisions.
+
+        Never by a difference: that of a huge precision would leave nothing of small ones.
+        """
+        models = self.inputs.models
+        owners = models.owners.get(s)
+        self.owned[slots] += sign if owners is None else sign * owners
+        if s not in models.by_neuron:
+            self.members[slots, models.kind[s]] += sign
+        precision = self.inputs.prior.precision + self.members[slots] @ models.kinds
+        if models.by_neuron:
+            total = np.zeros_like(self.precision)
+            for other, by_neuron in models.by_neuron.items():
+                assigned = self.assignments[other]
+                if assigned is not None:
+                    total[assigned] += by_neuron
+            precision += total[slots]
+        self.precision[slots] = precision
 
     def _add_weighted(self, s: int, slots: Index, sign: float) -> None:
         """`eta += sign t_s w_sj`, in buffers that are kept.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from scipy.special import gammaln
@@ -26,6 +27,22 @@ class BetaBernoulli:
     def shared(self, counts: Array) -> Array:
         """(I,) `2 log((S - n_i) / n_i)` for joining a neuron that n_i other models own."""
         return 2.0 * np.log((self.models - counts) / counts)
+
+    def joined(self, counts: Array, owners: Array) -> Array:
+        """(I, J) the same for neurons that stand for `owners` models: as if one joined after
+        the other."""
+        total = self._sums
+        at = counts.astype(np.intp)[:, None] - 1
+        return total[at + owners.astype(np.intp)] - total[at]
+
+    def gathered(self, owners: Array) -> Array:
+        """(J,) what it takes to make a new neuron one of `owners` models."""
+        return self._sums[owners.astype(np.intp) - 1]
+
+    @cached_property
+    def _sums(self) -> Array:
+        """(S,) at n - 1: what n models pay to join one after the other."""
+        return np.concatenate([[0.0], np.cumsum(self.shared(np.arange(1.0, self.models)))])
 
     def opened(self, count: int) -> Array:
         """(count,) `2 log(k S / gamma)` for the k-th new neuron."""

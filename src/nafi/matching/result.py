@@ -11,8 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
+from nafi.errors import InputError
 from nafi.matching.columns import Array, ColumnBlocks, Index
 from nafi.matching.gaussian import Gaussian
+from nafi.matching.inputs import Owners
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Matching:
     assignments: per model s a (J_s,) array, the global neuron of each local one
     posterior: of each global neuron (`Gauss_conj`), in sorted columns; see `means`, `precisions`
     counts: (J,) how many models own each global neuron
+    prior: of a global neuron, in sorted columns
+    models: how many models there are, with those that some of them stand for
     history: one `Sweep` for the first assignment and one for each pass after it
     converged: whether no model would change its assignment given all others
     """
@@ -43,6 +47,8 @@ class Matching:
     assignments: tuple[Index, ...]
     posterior: Gaussian
     counts: Index
+    prior: Gaussian
+    models: int
     history: tuple[Sweep, ...]
     converged: bool
 
@@ -58,12 +64,27 @@ class Matching:
         spread = np.broadcast_to(columns.spread(self.posterior.precision), self.posterior.eta.shape)
         return columns.unsort(spread)
 
+    def summary(self) -> tuple[Array, Array, Owners]:
+        """What the models say of each global neuron without the prior: a model for another `match`.
+
+        Returns (J, D) their mean, (J, D) their precision, and how many models each stands for.
+        """
+        columns, shape = self.posterior.columns, self.posterior.eta.shape
+        if not shape[1]:
+            raise InputError("a matching without neurons has no summary; match again")
+        precision = np.maximum(self.posterior.precision - self.prior.precision, 0.0)
+        spread = np.broadcast_to(columns.spread(precision), shape)
+        mean = (self.posterior.eta - self.prior.eta) / np.where(spread > 0, spread, 1.0)
+        mean = np.where(spread > 0, mean, 0.0)
+        owners = Owners(self.counts, self.models)
+        return columns.unsort(mean), columns.unsort(spread), owners
+
     def without_neurons(self) -> Matching:
         """The same without columns, to save memory where no means are needed."""
         posterior = self.posterior
         none = ColumnBlocks(np.arange(0), np.array([], dtype=np.intp))
         empty = Gaussian(posterior.eta[:, :0].copy(), posterior.precision[:, :0].copy(), none)
-        return replace(self, posterior=empty)
+        return replace(self, posterior=empty, prior=empty)
 
     @property
     def width(self) -> int:
@@ -80,7 +101,7 @@ class Matching:
     def __str__(self) -> str:
         locals_ = [len(assigned) for assigned in self.assignments]
         alone = int(np.count_nonzero(self.counts == 1))
-        everywhere = int(np.count_nonzero(self.counts == len(locals_)))
+        everywhere = int(np.count_nonzero(self.counts == self.models))
         passes = len(self.history) - 1
         state = "converged" if self.converged else "not converged"
         return (

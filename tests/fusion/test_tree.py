@@ -1,0 +1,108 @@
+"""Groups of models matched apart, then with each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import nafi
+from nafi.errors import InputError
+from nafi.graph import named_tensors
+from tests.fusion.networks import MLP, gap, seeded
+
+INPUTS = (torch.zeros(2, 7),)
+
+
+def descendants(count: int, noise: float = 0.02, seed: int = 0) -> list[nn.Module]:
+    """Copies of one network with neurons in other orders and a little noise."""
+    torch.manual_seed(seed)
+    truth = MLP(7, 9, 6, 3)
+    with torch.no_grad():
+        for tensor in truth.parameters():
+            tensor.mul_(2)
+    models = []
+    for _ in range(count):
+        model = MLP(7, 9, 6, 3)
+        one, two = torch.randperm(9), torch.randperm(6)
+        first, second, last = truth.layers
+        state = {
+            "layers.0.weight": first.weight[one],
+            "layers.0.bias": first.bias[one],
+            "layers.1.weight": second.weight[two][:, one],
+            "layers.1.bias": second.bias[two],
+            "layers.2.weight": last.weight[:, two],
+            "layers.2.bias": last.bias,
+        }
+        model.load_state_dict({n: t + noise * torch.randn_like(t) for n, t in state.items()})
+        models.append(model.eval())
+    return models
+
+
+@pytest.mark.parametrize("method", ["nafi", "pfnm"])
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_a_tree_finds_what_all_at_once_find(method: str, size: int) -> None:
+    models = descendants(11)
+    flat = nafi.fuse(models, INPUTS, method)
+    tree = nafi.fuse(models, INPUTS, method, tree=size)
+    assert flat.widths == tree.widths == {"layers.0": 9, "layers.1": 6}
+    # Merging is exact: the same neurons meet, so the network is the same up to their order.
+    assert gap(flat.model, tree.model, [torch.randn(20, 7)]) < 1e-5
+    for group in tree.widths:
+        np.testing.assert_array_equal(tree.owners(group), tree.matchings[group].counts)
+        assert tree.matchings[group].models == 11
+
+
+def test_a_tree_depends_on_no_order_of_models() -> None:
+    models = [seeded(s, 7, 8, 3) for s in range(9)]
+    forward = nafi.fuse(models, INPUTS, tree=3)
+    back = nafi.fuse(models[::-1], INPUTS, tree=3)
+    assert forward.widths == back.widths
+    assert gap(forward.model, back.model, [torch.randn(20, 7)]) < 1e-5
+
+
+@pytest.mark.parametrize("counts", [None, "classes", "samples"])
+def test_a_tree_of_files_gives_the_bytes_of_models_in_memory(
+    counts: str | None, tmp_path: Path
+) -> None:
+    models = descendants(9, noise=0.3)
+    rng = np.random.default_rng(0)
+    known = {
+        None: {},
+        "classes": {"class_counts": rng.integers(1, 9, size=(9, 3))},
+        "samples": {"sample_counts": rng.integers(1, 9, size=9)},
+    }[counts]
+    for s, model in enumerate(models):
+        nafi.save(model, tmp_path / f"{s}.safetensors")
+    files = nafi.open_models(tmp_path / "*.safetensors", lambda: MLP(7, 9, 6, 3))
+    held = nafi.fuse(models, INPUTS, tree=4, **known)
+    read = nafi.fuse(files, INPUTS, tree=4, **known)
+    theirs = named_tensors(read.model)
+    for name, tensor in named_tensors(held.model).items():
+        assert torch.equal(tensor, theirs[name])
+
+
+def test_groups_larger_than_all_models_are_no_groups() -> None:
+    models = [seeded(s, 7, 8, 3) for s in range(3)]
+    flat, tree = nafi.fuse(models, INPUTS), nafi.fuse(models, INPUTS, tree=3)
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(flat.model.parameters(), tree.model.parameters(), strict=True)
+    )
+
+
+def test_a_limit_of_width_holds_for_groups_and_for_all() -> None:
+    models = [seeded(s, 7, 8, 3) for s in range(9)]
+    found = nafi.fuse(models, INPUTS, tree=3, max_width=10, penalty=0.0)
+    assert found.widths == {"layers.0": 10}
+
+
+def test_what_groups_cannot_stand_for_is_refused() -> None:
+    models = [seeded(s, 7, 8, 3) for s in range(4)]
+    with pytest.raises(InputError, match="tree: groups are matched by their weights alone"):
+        nafi.fuse(models, INPUTS, tree=2, probe=torch.randn(9, 7))
+    with pytest.raises(InputError, match="tree: found 1"):
+        nafi.fuse(models, INPUTS, tree=1)
