@@ -179,14 +179,16 @@ def run(folder: Path, records: Path, plan: list[tuple[str, str, int]]) -> list[d
 def table(rows: list[dict[str, Any]], kind: str) -> str:
     """A table in Markdown."""
     lines = [
-        "| models | mode | seconds | processor | ms per model | peak MB | beyond the start | width | test % |",
+        "| models | mode | seconds | processor | ms per model | peak MB | beyond the start | width "
+        "| test % |",
         "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     chosen = [row for row in rows if row["models"] == kind]
     for row in sorted(chosen, key=lambda r: (r["size"], list(MODES).index(r["mode"]))):
         each = 1000 * row["processor"] / row["size"]
         lines.append(
-            f"| {row['size']:,} | {row['mode']} | {row['seconds']:.1f} | {row['processor']:.1f} | {each:.1f} | "
+            f"| {row['size']:,} | {row['mode']} | {row['seconds']:.1f} | {row['processor']:.1f} "
+            f"| {each:.1f} | "
             f"{row['process']:.0f} | {row['megabytes']:.0f} | {row['width']} | "
             f"{100 * row['accuracy']:.2f} |"
         )
