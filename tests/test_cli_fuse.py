@@ -170,8 +170,25 @@ def test_streamed_checkpoints_give_the_same_file(folder: Path) -> None:
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     done = run(*listed, "--force", "--probe", "noise", cwd=folder)
     assert "--stream matches by weights alone" in " ".join(done.stderr.split())
+    done = run(*listed, "--force", "--ray", "local", cwd=folder)
+    assert "ray: only the groups of a tree" in " ".join(done.stderr.split())
     done = run("fuse", "@none.txt", *common, "--out", "z.safetensors", cwd=folder)
     assert "@none.txt cannot be read as a list of paths" in " ".join(done.stderr.split())
+
+
+def test_a_tree_of_checkpoints(folder: Path) -> None:
+    for seed in range(3, 8):
+        nafi.save(network(seed), folder / f"more-{seed}.safetensors")
+    command = ["fuse", "more-*.safetensors", "--model", "networks:net", "--out", "x.safetensors"]
+    done = run(*command, "--stream", "--tree", "2", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["options"]["tree"] == 2
+    assert all(len(group["local"]) == 5 for group in told["groups"])
+    state = read(folder / "x.safetensors")[0]
+    models = [network(seed) for seed in range(3, 8)]
+    expected = nafi.fuse(models, (torch.zeros(2, 6),), tree=2).model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
 
 
 def test_what_files_say_of_themselves_need_not_be_said(folder: Path) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +16,7 @@ from torch import nn
 
 import nafi
 from nafi.errors import InputError
+from nafi.fusion.cluster import map_on_ray
 from nafi.graph import named_tensors
 from tests.fusion.networks import MLP, gap, seeded
 
@@ -106,3 +112,52 @@ def test_what_groups_cannot_stand_for_is_refused() -> None:
         nafi.fuse(models, INPUTS, tree=2, probe=torch.randn(9, 7))
     with pytest.raises(InputError, match="tree: found 1"):
         nafi.fuse(models, INPUTS, tree=1)
+
+
+def network() -> MLP:
+    return MLP(7, 9, 6, 3)
+
+
+def test_ray_needs_a_tree() -> None:
+    with pytest.raises(InputError, match="ray: only the groups of a tree"):
+        nafi.fuse(descendants(4), INPUTS, ray="local")
+
+
+@pytest.fixture
+def on_ray() -> Iterator[Any]:
+    """Ray with two workers on this machine."""
+    ray = pytest.importorskip("ray")
+    paths = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_bytes_also_if_a_worker_is_killed(on_ray: Any, tmp_path: Path) -> None:
+    for s, model in enumerate(descendants(9, noise=0.3)):
+        nafi.save(model, tmp_path / f"{s}.safetensors")
+    files = nafi.open_models(tmp_path / "*.safetensors", network)
+    here = nafi.fuse(files, INPUTS, tree=3)
+    there = nafi.fuse(files, INPUTS, tree=3, ray="local")
+    theirs = named_tensors(there.model)
+    for name, tensor in named_tensors(here.model).items():
+        assert torch.equal(tensor, theirs[name])
+    killed = list(map_on_ray("local", _dies_once, str(tmp_path), [0, 1, 2, 3]))
+    assert killed == [0, 1, 4, 9]
+    assert (tmp_path / "died").exists()
+
+
+def _dies_once(folder: str, task: int) -> int:
+    mark = Path(folder) / "died"
+    if task == 2 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task**2

@@ -154,6 +154,21 @@ def fuse(
             "nafi, pfnm and fedavg, by weights alone.",
         ),
     ] = False,
+    tree: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            min=2,
+            help="nafi, pfnm: match groups of so many checkpoints first, then their posteriors.",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="With --tree: match the groups on Ray, local or the address of a cluster.",
+        ),
+    ] = None,
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,
     strip_prefix: Annotated[
         str | None,
@@ -199,8 +214,11 @@ def fuse(
     check_outputs(out, {"--report": report} if report else {}, checkpoints, overwrite)
     # Whoever names no inputs has none, most likely; "none" is for those who want none.
     unnamed, probe = probe is None, None if probe == "none" else probe
-    if stream and (probe is not None or frontier):
-        raise InputError("--stream matches by weights alone: leave out --probe and --frontier")
+    by_weights = "--stream" if stream else "--tree" if tree is not None else None
+    if by_weights and (probe is not None or frontier):
+        text = "matches by weights alone: leave out --probe and --frontier"
+        raise InputError(f"{by_weights} {text}")
+    unnamed = unnamed and by_weights is None
     if report is not None:
         require("jinja2")
     if distill and (probe is None or frontier):
@@ -212,7 +230,7 @@ def fuse(
         "evidence": evidence,
         "max_width": max_width,
     }
-    command_options |= {"batchnorm": batchnorm, "seed": seed}
+    command_options |= {"batchnorm": batchnorm, "seed": seed, "tree": tree, "ray": ray}
     if calibrate:
         command_options |= _calibrated(batchnorm, probe)
     if frontier:
@@ -249,7 +267,6 @@ def fuse(
     with print_warnings(), waiting("reading checkpoints", as_json):
         read = open_clients if stream else load_clients
         files = read(checkpoints, model, input_shape or [], strip_prefix, trust)
-        unnamed = unnamed and not stream
         inputs = _inputs("auto" if unnamed else probe, files, trust)
         spec = None
         if as_folder:

@@ -25,7 +25,7 @@ from nafi.errors import InputError, few
 _CHECKPOINTS, _OPTION = "checkpoints", "option"
 _PATHS = ("checkpoints", "out", "report", "class_counts")
 # What is about one run of the command, and not about its result.
-_OF_THE_RUN = ("as_json", "force", "only_plan", "help", "ctx", "trust_factory", "max_bytes")
+_OF_THE_RUN = ("as_json", "force", "only_plan", "help", "ctx", "trust_factory", "max_bytes", "ray")
 _CODE = ("model", "probe", "validate")  # which may name functions
 _PROBES = ("none", "noise", "synthetic")
 _JOINED = ("sample_counts",)  # lists that the command line takes as 1,2,3

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import ClassVar, Self
 
 from nafi.errors import InputError
 from nafi.fusion.budget import BUDGET, read_budget
 from nafi.fusion.clients import Clients
+from nafi.fusion.cluster import map_on_ray
 from nafi.fusion.descent import Descent, MatchingOptions
 from nafi.fusion.features import Moments
 from nafi.fusion.learned_bases import learn_bases
@@ -25,12 +27,15 @@ from nafi.fusion.tree import Summary, align_groups, check_tree, groups_of, summa
 from nafi.fusion.widths import MAX_WIDTH, MaxWidth, largest_factor, width_limits
 from nafi.graph import Inputs, ModelSpec
 from nafi.matching import DIVERGENCES, Owners
-from nafi.options import number, one_of, one_or_several, option, optional, whole
+from nafi.options import Constraint, number, one_of, one_or_several, option, optional, whole
 
 DIRECTIONS = ("bottom-up", "top-down")
 LEARNED = "learned"
 BASES = ("rotated", LEARNED, "ordered")
 _NEEDS_PROBE = f"bases: {LEARNED!r} needs a probe, the inputs to learn them on: probe="
+ADDRESS = Constraint(
+    lambda value: isinstance(value, str) and bool(value), '"local" or the address of a Ray cluster'
+)
 # Where nothing else says how wide the fused network is to be.
 PENALTY = 0.4
 
@@ -53,6 +58,8 @@ class Bayesian(MatchingOptions, AligningMethod):
     tree: match groups of at most so many models first, then their posteriors, in which a neuron of
         n models counts for n. For thousands of models: groups can be matched side by side, and
         each neuron is compared with those of its own group alone. By weights, without a probe
+    ray: match the groups of a tree on Ray: "local" for the processors of this machine, or the
+        address of a cluster whose nodes see the same files
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the
         share `trim` of them at either end, and neurons of fewer models are not read. 2.0 and 0.2,
@@ -72,6 +79,7 @@ class Bayesian(MatchingOptions, AligningMethod):
     match_by: str = option(one_of(("responses", "weights")), "responses")
     bases: str = option(one_of(BASES), "rotated")
     tree: int | None = option(optional(whole(2)), None)
+    ray: str | None = option(optional(ADDRESS), None)
     clip: float | None = option(optional(number(above=0)), None)
     trim: float = option(number(at_least=0, below=0.5), 0.0)
 
@@ -79,6 +87,8 @@ class Bayesian(MatchingOptions, AligningMethod):
         super().__post_init__()
         if self.budget is not None and self.max_width is not None:
             raise InputError("give max_width or budget, not both: each says how wide")
+        if self.ray is not None and self.tree is None:
+            raise InputError("ray: only the groups of a tree are matched side by side; give tree")
         check_clip(self.screen, self.batchnorm)
 
     @property
@@ -118,16 +128,17 @@ class Bayesian(MatchingOptions, AligningMethod):
         check_tree(networks)
         groups = groups_of(networks, size)
         limits = self._limits(networks)
-
-        def match_group(group: Networks) -> Descent:
-            descent = self.descent(group, limits=limits)
-            descent.run(self.direction, lambda step, done, total: None)
-            return descent
+        work = _Work(self, networks, limits)
 
         def summaries() -> Iterator[Summary]:
-            for done, members in enumerate(groups):
+            found = (
+                map(partial(_summarise, work), groups)
+                if self.ray is None
+                else map_on_ray(self.ray, _summarise, work, groups)
+            )
+            for done in range(len(groups)):
                 progress(f"group {done + 1} of {len(groups)}", done, len(groups) + 1)
-                yield summarise(networks.group(members), match_group)
+                yield next(found)
 
         def match_summaries(
             stands: Networks, owners: list[dict[str, Owners]], noises: dict[str, float]
@@ -167,6 +178,26 @@ class Bayesian(MatchingOptions, AligningMethod):
     def for_networks(self, networks: Networks) -> Self:
         """With what was left open said, now that it is known what there is to work with."""
         return self
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the groups of a tree have in common."""
+
+    method: Bayesian
+    networks: Networks
+    limits: Mapping[str, int]
+
+
+def _summarise(work: _Work, members: Sequence[int]) -> Summary:
+    """What one group of clients says; here, or on a worker of a cluster."""
+
+    def match_group(group: Networks) -> Descent:
+        descent = work.method.descent(group, limits=work.limits)
+        descent.run(work.method.direction, lambda step, done, total: None)
+        return descent
+
+    return summarise(work.networks.group(members), match_group)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ class MatchingOptions(Options, ABC):
         )
 
     def noise(self, total: float, count: int) -> float:
-        """The precision of a column of weight 1, for neurons of a `energy`."""
+        """The precision of a column of weight 1; total, count: the `energy` of all neurons."""
         if self.noise_precision is not None:
             return self.noise_precision
         return self.evidence * count / total if total > 0 else 1.0

@@ -115,6 +115,9 @@ class FileTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_path": self._path, "_names": self._names}  # an open file stays where it is
+
     @cached_property
     def _file(self) -> Any:
         return safe_open(self._path, framework="pt")
@@ -144,6 +147,9 @@ class StoredStates(Sequence[State]):
             self._last = index, self._read(index)
         return self._last[1]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_last": None}
+
     def chosen(self, indices: Sequence[int]) -> StoredStates:
         """Those of some networks."""
         read = self._read
@@ -155,6 +161,7 @@ class Spill:
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="nafi-")
+        self._at = Path(self._folder.name)
         self._names: list[dict[str, str]] = []
 
     def add(self, state: State) -> None:
@@ -183,4 +190,7 @@ class Spill:
         return StoredStates(len(self), self.read)
 
     def _path(self, index: int) -> Path:
-        return Path(self._folder.name) / f"{index}.safetensors"
+        return self._at / f"{index}.safetensors"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_at": self._at, "_names": self._names}  # whoever made the folder removes it
