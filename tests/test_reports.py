@@ -101,6 +101,14 @@ def test_fewer_samples_than_the_paper_had_are_noted(samples: int | None, noted: 
     assert ("ours trains on 900 samples" in note) == noted
 
 
+def test_a_paper_on_other_data_says_so_instead_of_how_it_chose() -> None:
+    records = [record("fedma", 0, 40.0, clients=20)]
+    table = compared_table(records, paper("shakespeare-rounds"))
+    assert table.rows == (("fedma", "40.0 (49.1)"),)
+    assert "another data set" in table.note
+    assert "penalty" not in table.note
+
+
 def test_all_that_are_equally_good_are_bold() -> None:
     """Equal as far as digits are shown; the ensemble is no single model."""
     records = [

@@ -472,6 +472,31 @@ def test_layers_are_refitted_in_the_order_in_which_they_run() -> None:
     assert not state.members
 
 
+class Reader(nn.Module):
+    """Reads the features one by one, and looks at the last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(1, 5, batch_first=True)
+        self.out = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.body(x[:, :, None])[0][:, -1])
+        return found
+
+
+def test_a_recurrence_takes_three_messages_as_each_fit_changes_what_it_reads() -> None:
+    architecture = Architecture(Reader, (torch.zeros(2, FEATURES),))
+    strategy, data = made("match-refit", architecture, max_width=1.0), population()
+    work = Trainer(architecture, data, CLASSES)
+    state, seen = strategy.start(), []
+    while not strategy.finished(state):
+        seen.append(state.awaiting.removeprefix("layer "))
+        tasks = {client: strategy.next_task(state, client) for client in data}
+        state = strategy.advance(state, [work(c, task)[0] for c, task in tasks.items()])
+    assert seen == ["", "body.weight_ih_l0", *["body.weight_hh_l0"] * 3, "out.weight"]
+
+
 def test_a_refit_brings_outputs_closer_to_those_of_the_clients() -> None:
     """On the samples that were summed, least squares cannot be worse than what was merged."""
     data = population()

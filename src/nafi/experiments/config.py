@@ -125,10 +125,11 @@ class PaperRow(_Strict):
 
 
 class PaperConfig(_Strict):
-    """The paper's table; samples: so many it trained on."""
+    """The paper's table; samples: so many it trained on; note: how far ours can be compared."""
 
     methods: list[str]
     samples: int | None = None
+    note: str | None = None
     rows: list[PaperRow]
 
     @model_validator(mode="after")

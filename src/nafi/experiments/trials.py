@@ -24,8 +24,10 @@ from nafi.fusion import FusionWarning, calibrate, solve_head, statistics
 
 # Summing over a batch has a fixed cost, over half of running the paper's ConvNet on 32 images. So
 # batches have so many input numbers, some 340 images of CIFAR-10, but not less than 32 samples.
+# A token counts as many: each becomes a vector, and all steps of a recurrent layer are in memory.
 _SUMMED = 2**20
 _LEAST_SUMMED = 32
+_TOKEN = 64
 
 # Changes whenever the same settings would give other clients or models.
 RECIPE = 2
@@ -115,7 +117,9 @@ class Trial:
 
         Costs a forward pass over all training samples, and some 0.1 s for each client.
         """
-        size = max(_LEAST_SUMMED, _SUMMED // self.test.inputs[0].numel())
+        inputs = self.test.inputs
+        numbers = inputs[0].numel() * (_TOKEN if inputs.dtype == torch.int64 else 1)
+        size = max(_LEAST_SUMMED, _SUMMED // numbers)
         with warnings.catch_warnings():  # the data is public: sums over few samples tell nothing
             warnings.simplefilter("ignore", FusionWarning)
             parts = [

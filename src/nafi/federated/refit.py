@@ -40,12 +40,15 @@ from nafi.fusion import (
     merged_network,
     owned_outputs,
     pooled_fit,
+    recurrent_weights,
     refittable,
 )
 from nafi.graph import ModelSpec, OutputMoments, Positions, attach_batchnorm, in_order
 from nafi.options import number, one_of, option, optional
 
 _LAYER = "layer "
+# Of a weight that reads what it made itself, as in a recurrent layer: a fit changes what it reads.
+_FITS = 3
 # Smaller ridges give larger weights, from which training at the usual rate diverges.
 _TO_TRAIN_ON = 0.3
 
@@ -67,10 +70,27 @@ class RefitState(State):
     """While layers are refitted, normalisation is folded, and clients' networks are kept.
 
     outputs: mean and deviation of what layers make whose normalisation is to be put back
+    fitted: how many fits are done
     """
 
     members: Mapping[str, Matched] = field(default_factory=dict)
     outputs: Tensors = field(default_factory=dict)
+    fitted: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Layers:
+    """The layers that can be refitted, as they run; recurrent: those that read what they make."""
+
+    written: Mapping[str, Written]
+    recurrent: frozenset[str]
+
+    @property
+    def order(self) -> list[str]:
+        """The fits, one after the other."""
+        return [
+            name for name in self.written for _ in range(_FITS if name in self.recurrent else 1)
+        ]
 
 
 @strategy("match-refit")
@@ -81,7 +101,7 @@ class MatchRefit(MatchThenAverage):
     After the fusion each layer takes one message, in the order in which the network runs: clients
     get the fused network, fitted so far, and their own. They send the second moments of what the
     layer reads in the first, and what it lacks there to say what their own says. No labels and no
-    gradients are sent, and nobody trains.
+    gradients are sent, and nobody trains. The recurrent weights of a recurrent layer take three.
 
     pool: what fits a neuron: its "owners" alone, or "all" clients, where those that do not own it
         want it as it is. The sum of all messages is enough for "all"
@@ -96,9 +116,7 @@ class MatchRefit(MatchThenAverage):
     method: AligningMethod = field(default_factory=Nafi)
     pool: str = option(one_of(("owners", "all")), "owners")
     ridge: float | None = option(optional(number(above=0)), None)
-    _refittable: Latest[Mapping[str, Written]] = field(
-        init=False, repr=False, default_factory=Latest
-    )
+    _refittable: Latest[_Layers] = field(init=False, repr=False, default_factory=Latest)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,7 +172,7 @@ class MatchRefit(MatchThenAverage):
         }
         merged = tensors_of(model, networks.spec.axes)
         after = replace(state, form=form, tensors=merged, members=members)
-        return self._next(after, None)
+        return self._next(after)
 
     def _prepared(self, state: State, updates: Sequence[Update], method: Bayesian) -> Networks:
         clients = check_clients(
@@ -168,21 +186,20 @@ class MatchRefit(MatchThenAverage):
 
     # ------------------------------------------------------------------------- layer after layer
 
-    def _next(self, state: RefitState, fitted: str | None) -> State:
+    def _next(self, state: RefitState) -> State:
         """Wait for the sums of the next layer, or end the round."""
-        order = list(self._layers(state))
-        left = order[order.index(fitted) + 1 :] if fitted else order
-        if left:
-            return replace(state, awaiting=_LAYER + left[0])
+        order = self._layers(state).order
+        if state.fitted < len(order):
+            return replace(state, awaiting=_LAYER + order[state.fitted])
         return self._finished(state)
 
-    def _layers(self, state: RefitState) -> Mapping[str, Written]:
-        """The layers that can be refitted, in the order in which they run."""
+    def _layers(self, state: RefitState) -> _Layers:
         return self._refittable.get(state, lambda: self._find_layers(state))
 
-    def _find_layers(self, state: RefitState) -> Mapping[str, Written]:
+    def _find_layers(self, state: RefitState) -> _Layers:
         model, spec = self._network(state)
-        return refittable(model, spec, probing_inputs(self.architecture.example_inputs))
+        inputs = probing_inputs(self.architecture.example_inputs)
+        return _Layers(refittable(model, spec, inputs), recurrent_weights(model, inputs))
 
     def _network(self, state: State) -> tuple[nn.Module, ModelSpec]:
         spec = self.architecture.spec_of(state.form)
@@ -194,7 +211,7 @@ class MatchRefit(MatchThenAverage):
     def _layer_task(self, state: RefitState, client: str, layer: str) -> Task:
         """Ask for the sums of one layer; what comes after it is not sent."""
         request, spec = self._request(layer), self.architecture.spec_of(state.form)
-        order = list(self._layers(state))
+        order = list(self._layers(state).written)
         later = {
             name
             for weight in order[order.index(layer) + 1 :]
@@ -220,7 +237,7 @@ class MatchRefit(MatchThenAverage):
             name: Positions(index, state.form.widths[name])
             for name, index in state.members[client].places.items()
         }
-        where = self._layers(state)[layer]
+        where = self._layers(state).written[layer]
         return owned_outputs(where, spec.resized(self.architecture.spec.widths), places)
 
     def _fitted(self, state: RefitState, updates: Iterable[Update], layer: str) -> State:
@@ -250,9 +267,10 @@ class MatchRefit(MatchThenAverage):
             state,
             tensors=tensors_of(model, spec.axes),
             outputs={**state.outputs, layer: made.flatten(1)},
+            fitted=state.fitted + 1,
             awaiting="",
         )
-        return self._next(after, layer)
+        return self._next(after)
 
     def _ridge(self, errors: Tensor) -> float:
         """The one that was set, or the one with which clients' own fits did best."""

@@ -29,6 +29,7 @@ from nafi.fusion.layer_sums import (
     layer_shapes,
     layer_statistics,
     owned_outputs,
+    recurrent_weights,
     refittable,
 )
 from nafi.fusion.merge import merge_tensors, merged_network
@@ -130,6 +131,7 @@ __all__ = [
     "prepare_networks",
     "read_budget",
     "read_probe",
+    "recurrent_weights",
     "refittable",
     "ridge_errors",
     "screened_statistics",

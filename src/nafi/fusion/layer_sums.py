@@ -24,6 +24,7 @@ from nafi.graph import (
     ModelSpec,
     Placements,
     Product,
+    copy_network,
     lift_axes,
     named_tensors,
     sample_rows,
@@ -139,6 +140,34 @@ def refittable(model: nn.Module, spec: ModelSpec, inputs: Inputs) -> dict[str, W
         for name, where in written.items()
         if where is not None and name not in others and name not in along
     }
+
+
+def recurrent_weights(model: nn.Module, inputs: Inputs) -> frozenset[str]:
+    """The weights that read what they made themselves: another weight there, and they read others.
+
+    Cost: a run for each weight that is used several times, and one more.
+    """
+    seen = _read_again(model, inputs)
+    found = set()
+    for name, read in seen.items():
+        other = copy_network(model)
+        with torch.no_grad():
+            named_tensors(other)[name].add_(1.0)
+        if not torch.equal(_read_again(other, inputs)[name], read):
+            found.add(name)
+    return frozenset(found)
+
+
+def _read_again(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
+    """Weight -> what it read when it was last used, if that was not the first time."""
+    read: dict[str, Tensor] = {}
+
+    def visit(product: Product) -> None:
+        if product.call:
+            read[product.name] = product.inputs(torch.arange(product.places)).clone()
+
+    watch(model, inputs, visit)
+    return read
 
 
 def owned_outputs(where: Written, spec: ModelSpec, places: Placements) -> Tensor:

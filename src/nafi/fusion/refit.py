@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,11 @@ from nafi.graph import Placements, Product, lift_axes, named_tensors, owned, wat
 
 # The share of the probe that chooses the ridge.
 HELD_OUT = 0.25
+# A weight that reads what it made itself, as in a recurrent layer, reads something else after its
+# fit. It is fitted so often at most, until another fit would lower its error, in units of the
+# variance, by less than this share or by no more than rounding.
+FITS = 6
+_SHARE, _ROUNDING = 0.1, 1e-6
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,9 @@ def refit(
 
     networks: with a probe; model: merged, its normalisation folded as theirs is
 
-    Cost: one run of the network, one more for each weight that is used several times, and for a
-    layer with K inputs and N outputs some K^2 (K + N) for each ridge that is tried. Memory: the
-    recordings, and about six times the largest layer's K^2 numbers of 8 bytes.
+    Cost: one run of the network, up to `FITS` more for each weight that is used several times, and
+    for a layer with K inputs and N outputs some K^2 (K + N) for each ridge that is tried. Memory:
+    the recordings, and about six times the largest layer's K^2 numbers of 8 bytes.
     """
     assert networks.probe is not None
     fitting = _Fitting(networks, placements, dict(named_tensors(model)), progress)
@@ -69,6 +74,8 @@ class _Fitting:
     progress: Callable[[str, int, int], None]
     fits: dict[str, LayerFit] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
+    repeated: dict[str, list[LayerFit]] = field(default_factory=lambda: defaultdict(list))
+    shifted: dict[str, Tensor] = field(default_factory=dict)
     collected: dict[str, list[LayerStatistics]] = field(default_factory=dict)
     spread: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -91,8 +98,6 @@ class _Fitting:
         if product.call + 1 == self.reference.uses[name]:
             self.progress(f"refitting {name}", len(self.fits), len(self.reference.uses))
             self._fit(product)
-            if product.call:
-                raise _RunAgainError
 
     def _collect(self, product: Product) -> None:
         """Add what this use of a weight leaves unexplained, apart for both parts of the probe."""
@@ -115,20 +120,33 @@ class _Fitting:
         self.spread[name] += float(variance) * inputs.shape[1]
 
     def _fit(self, product: Product) -> None:
+        """Fit a weight, for good or to see what it reads then."""
         name = product.name
         bias = self.networks.spec.tensors[name].bias
         rest, held_out = self.collected.pop(name)
-        change, shifts, self.fits[name] = fit_layer(
+        change, shifts, fit = fit_layer(
             rest, held_out, spread=self.spread[name], with_bias=bias is not None
         )
+        before = self.repeated[name]
+        if before and _is_settled(before[-1], fit):
+            self.fits[name] = replace(before[-1], before=before[0].before)
+            return
+        before.append(fit)
         product.replace((product.weights + change).to(product.weights.dtype))
         if bias is not None:
             self._shift(product, self.state[bias], shifts)
+        if not product.call or len(before) == FITS:
+            self.fits[name] = replace(fit, before=before[0].before)
+        if product.call:
+            raise _RunAgainError
 
     def _shift(self, product: Product, bias: Tensor, shifts: Tensor) -> None:
-        """Add to a bias what the mean of its layer's outputs lacks."""
+        """Let a bias be the merged one plus what the mean of its layer's outputs lacks."""
+        shifted = self.shifted.get(product.name, torch.zeros_like(shifts))
+        self.shifted[product.name] = shifts
+        change = (shifts - shifted).flatten().to(bias.dtype)
         with torch.no_grad():
-            bias.view(-1)[self._index(product).flatten()] += shifts.flatten().to(bias.dtype)
+            bias.view(-1)[self._index(product).flatten()] += change
 
     def _targets(self, product: Product) -> Tensor:
         """(B, M, N) the mean over its owners of what each neuron writes; zero if it has none."""
@@ -155,3 +173,9 @@ class _Fitting:
         where = written_axes(product, self.networks.spec)
         assert where is not None
         return where[1]
+
+
+def _is_settled(last: LayerFit, fit: LayerFit) -> bool:
+    """Whether a weight reads what it did at its last fit, or another one would hardly help."""
+    same = abs(fit.before - last.after) <= _ROUNDING * last.after
+    return same or fit.after >= (1 - _SHARE) * fit.before - _ROUNDING

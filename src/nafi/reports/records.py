@@ -41,12 +41,14 @@ class Paper:
 
     figures: (clients, hidden) -> method -> (mean, spread)
     samples: so many it trained on, None if not known
+    note: how far the two can be compared
     """
 
     figures: Mapping[tuple[int, int], Mapping[str, tuple[float, float]]] = field(
         default_factory=dict
     )
     samples: int | None = None
+    note: str = "the paper chose its penalty by test accuracy, ours is chosen on validation data"
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Paper:
@@ -59,7 +61,7 @@ class Paper:
             }
             for row in table["rows"]
         }
-        return cls(figures, table.get("samples"))
+        return cls(figures, table.get("samples"), table.get("note") or cls.note)
 
 
 _ORDER = (
@@ -221,8 +223,7 @@ def compared_table(records: Sequence[Record], paper: Paper) -> TextTable:
         "Ours, and the paper's in brackets",
         ("method", *map(cell_name, cells)),
         tuple(row for row in named if any(row[1:])),
-        note="the paper chose its penalty by test accuracy, ours is chosen on validation data"
-        + _fewer_samples(records, paper.samples),
+        note=paper.note + _fewer_samples(records, paper.samples),
     )
 
 
