@@ -17,7 +17,7 @@ from torch import nn
 
 import nafi
 from nafi.errors import InputError
-from nafi.files import atomic_folder, atomic_path, write_text
+from nafi.files import atomic_folder, atomic_path, expand_paths, write_text
 from tests.test_cli import run
 
 
@@ -188,3 +188,29 @@ def test_long_names(tmp_path: Path, folder: Path) -> None:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "folder").mkdir()
     return tmp_path / "folder"
+
+
+def test_paths_globs_and_lists_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.x", "a.x", "c.y", "[d].x"):
+        Path(name).touch()
+    Path("list.txt").write_text("# a comment\nc.y\n\n?.x\n", "utf-8")
+    assert expand_paths(["@list.txt", "c.y"]) == [Path(n) for n in ("c.y", "a.x", "b.x", "c.y")]
+    assert expand_paths(["[d].x", "missing"]) == [Path("[d].x"), Path("missing")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\n# nothing\n", "names no file"),
+        ("@other.txt", "another list"),
+        ("no*", "no file matches"),
+    ],
+)
+def test_lists_without_files_are_refused(
+    content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("list.txt").write_text(content, "utf-8")
+    with pytest.raises(InputError, match=message):
+        expand_paths(["@list.txt"])

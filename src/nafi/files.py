@@ -276,4 +276,7 @@ def _listed(file: Path) -> list[str]:
     nested = next((line for line in lines if line.startswith("@")), None)
     if nested is not None:
         raise InputError(f"@{file} names {nested}, another list; a list may name files only")
-    return [line for line in lines if line and not line.startswith("#")]
+    paths = [line for line in lines if line and not line.startswith("#")]
+    if not paths:
+        raise InputError(f"@{file} names no file; expected a path or a glob in each line")
+    return paths
