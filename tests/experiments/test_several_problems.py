@@ -86,8 +86,8 @@ def test_a_problem_has_what_it_does_not_say_from_the_experiment_or_the_data() ->
     assert (convnet.widths, vgg.widths) == ([6, 16, 120, 84], [16, 16, 32, 32, 64, 64])
     assert unet.methods == deep.methods
     assert {part.label for part in deep.parts} == {"oneshot-deep-scaled"}
-    populations = 3 * (1 + 2 + 2 + 1 + 1) + 2 * (2 + 1 + 2)
-    assert len(cells(deep)) == populations * len(deep.methods)
+    populations = sum(map(len, clients))
+    assert len(cells(deep)) == 3 * populations * len(deep.methods)
 
 
 def test_changes_and_a_choice_of_methods_are_for_all_problems() -> None:
