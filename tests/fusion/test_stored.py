@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import nafi
 from nafi.errors import CheckpointError, InputError
 from nafi.fusion import FusionResult
+from nafi.fusion.judge import verdict
 from nafi.graph import named_tensors
 from tests.fusion.networks import MLP, NormNet, seeded, trained_norms
 
@@ -64,6 +65,13 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[], nn.Module], tupl
     "norms": (trained_norms, NormNet, IMAGES),
     "gains": (gains, Gains, (torch.zeros(2, 3, 5),)),
 }
+
+
+def test_nobody_is_advised_what_files_do_not_allow(tmp_path: Path) -> None:
+    files = stored([seeded(s, 7, 8, 3) for s in range(3)], tmp_path, lambda: MLP(7, 8, 3))
+    (*_, advice) = verdict(nafi.fuse(files, (torch.zeros(2, 7),))).advice
+    assert "load them and give a probe" in advice
+    assert "--probe" not in advice
 
 
 @pytest.mark.parametrize("options", [{}, {"sweeps": 0}, {"method": "pfnm", "max_width": 1.5}])

@@ -21,6 +21,7 @@ from nafi.fusion.clients import Array, check_clients
 from nafi.fusion.distill import distill_on
 from nafi.fusion.head import solve_head, statistics
 from nafi.fusion.judge import (
+    FROM_FILES,
     WITHOUT_PROBE,
     Validate,
     agreement,
@@ -191,7 +192,9 @@ def fuse(
     }
     if chosen.used(class_counts=class_counts):
         diagnostics["class_counts"] = class_counts is not None
-    if missed and inputs is None:
+    if clients.stored:
+        diagnostics["advice"] = FROM_FILES
+    elif missed and inputs is None:
         diagnostics["advice"] = WITHOUT_PROBE
     result = replace(result, diagnostics={**diagnostics, **result.diagnostics})
     warn_if_worse(result)

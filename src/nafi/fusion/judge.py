@@ -32,6 +32,11 @@ WITHOUT_PROBE = (
     'some dozens of unlabelled inputs (probe=, --probe FILE); or probe="noise", if you have none; '
     "or train on in rounds (the strategy match-then-average)"
 )
+# The same of models that stay in their files, which no probe can be run on.
+FROM_FILES = (
+    "weights alone were merged: with two or more hidden layers, expect less than of a client. If "
+    "all models fit into memory, load them and give a probe, or train on in rounds"
+)
 # Inputs whose outputs are averaged at once.
 _AT_ONCE = 16
 

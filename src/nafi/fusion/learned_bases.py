@@ -19,10 +19,10 @@ from nafi.fusion.imitation import imitate
 from nafi.fusion.merge import merge_tensors
 from nafi.fusion.method import Alignment, Progress
 from nafi.fusion.networks import Networks
-from nafi.graph import Freedom, Placement, Rotated
+from nafi.graph import Freedom, Placement, Placements, Rotated
 
 STEPS = 200
-_RATE = 0.01  # a hundredth of a turn by a radian, to begin with
+_RATE = 0.01  # of Adam; angles are in radians
 _BATCH = 32
 
 
@@ -90,7 +90,7 @@ class _Turning(nn.Module):
         merged = self._merged(self.placements(torch.float32))
         return functional_call(self._fused[0], merged, inputs, named)
 
-    def _merged(self, placements: Sequence[dict[str, Placement] | Any]) -> dict[str, Tensor]:
+    def _merged(self, placements: Sequence[Placements]) -> dict[str, Tensor]:
         """The plain mean, as it is merged where bases were learnt."""
         return merge_tensors(self._networks.merging, placements, restore_norm=False)
 
