@@ -372,6 +372,33 @@ def test_records_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
         run_experiment(other, file, jobs=1, resume=True, progress=quiet)
 
 
+def test_settings_chosen_in_the_first_trial_are_kept_in_the_others(tmp_path: Path) -> None:
+    """The penalty of 100 merges everything, which the width shows; fedavg has no choice."""
+    file = tmp_path / "r.jsonl"
+    nafi = {"name": "nafi", "method": "nafi", "grid": {"penalty": [0.0, 100.0]}}
+    methods = [{"name": "fedavg", "method": "fedavg"}, nafi]
+    content = {**SMALL, "trials": 3, "methods": methods, "choose": "first trial"}
+    experiment = Experiment(**content)
+    records = run_experiment(experiment, file, jobs=1, resume=False, progress=quiet)
+    tried = [[e["options"] for e in r["candidates"]] for r in records if r["method"] == "nafi"]
+    assert tried[0] == [{"penalty": 0.0}, {"penalty": 100.0}]
+    assert tried[1] == tried[2] == [records[1]["chosen"]]
+    assert (
+        records[1]["chosen"]
+        == max(records[1]["candidates"], key=lambda e: e["validation"])["options"]
+    )
+    # The same records as without a choice, for what was chosen.
+    fixed = {"name": "nafi", "method": "nafi", "options": records[1]["chosen"]}
+    alone = Experiment(**{**SMALL, "trials": 3, "methods": [fixed]})
+    others = run_experiment(alone, tmp_path / "a.jsonl", jobs=1, resume=False, progress=quiet)
+    assert [r["test"] for r in others] == [r["test"] for r in records if r["method"] == "nafi"]
+    # Resumed, nothing is run again; a record that chose otherwise is refused.
+    assert run_experiment(experiment, file, jobs=1, resume=True, progress=quiet) == records
+    every = Experiment(**{**content, "choose": "every trial"})
+    with pytest.raises(InputError, match="had other candidates"):
+        run_experiment(every, file, jobs=1, resume=True, progress=quiet)
+
+
 def test_every_experiment_of_the_paper_can_be_read() -> None:
     mnist = ["layers", "nets", "poison", "sensitivity", "size", "width"]
     cifar10 = ["cifar10", "cifar10-sensitivity"]

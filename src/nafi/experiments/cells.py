@@ -6,10 +6,12 @@ sent to another process.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nafi.experiments.clients import Recipe
 from nafi.experiments.config import Experiment, MethodConfig
+from nafi.experiments.entries import Record
 from nafi.experiments.methods import Options, training_options
 from nafi.experiments.trials import TrialSettings
 from nafi.federated import Training, derived_seed
@@ -41,6 +43,34 @@ class Cell:
         problem = f"{self.experiment.problem}: " if self.experiment.problem else ""
         layers = f", {self.hidden} hidden layers" if len(self.experiment.hidden) > 1 else ""
         return f"{problem}{self.method.name}, {self.clients} clients{layers}, trial {self.trial}"
+
+    @property
+    def first_trial(self) -> Key | None:
+        """The cell that chooses for it; None if it chooses itself, or has no choice."""
+        once = self.experiment.choose == "first trial" and self.trial > 0
+        if not once or len(self.method.candidates()) == 1:
+            return None
+        return replace(self, trial=0).key
+
+    @property
+    def width_source(self) -> Key | None:
+        """The cell whose widths it takes; None if it has its own."""
+        other = self.method.widths_of
+        return None if other is None else (*self.key[:-1], other)
+
+    @property
+    def needs(self) -> list[Key]:
+        """The cells that must be done before it."""
+        return [key for key in (self.first_trial, self.width_source) if key is not None]
+
+    def informed(self, done: Mapping[Key, Record]) -> Cell:
+        """With what the records of the cells that it needs say."""
+        method, widths = self.method, self.widths
+        if self.first_trial is not None:
+            method = method.settled(done[self.first_trial]["chosen"])
+        if self.width_source is not None:
+            widths = tuple(done[self.width_source]["widths"])
+        return replace(self, method=method, widths=widths)
 
     @property
     def seed(self) -> int:

@@ -61,6 +61,8 @@ FACTORS: dict[Attack, float] = {
     "scale": 10.0,
     "flip-and-scale": -10.0,
 }
+# When settings are chosen on validation data: in every trial, or in the first one for all others.
+Choose = Literal["every trial", "first trial"]
 # How samples fall to clients: as is usual for the data, or every class to one client alone.
 Partition = Literal["usual", "classes", "same"]
 
@@ -114,6 +116,10 @@ class MethodConfig(_Strict):
             for variant in self.variants
             for v in values
         ]
+
+    def settled(self, candidate: Mapping[str, Any]) -> Self:
+        """The method with nothing left to choose."""
+        return self.model_copy(update={"options": dict(candidate), "grid": {}, "variants": [{}]})
 
 
 class PaperRow(_Strict):
@@ -178,6 +184,8 @@ class Experiment(_Strict):
     widths: of the network's layers, where it has none
     width_limit: most neurons of a group for every matching method, as a factor, or "none"
     budget: most candidates that a method may choose from
+    choose: when it chooses; what it takes in the "first trial" of a number of clients, it keeps in
+        the others, which saves running every candidate in all of them
     attackers: clients that do what a method's `attack` says; in a file, `attacks` may list several,
         and every method is then run under each of them, as "METHOD under ATTACK"
     solved_head: in rounds, also score every model with the last layer solved from the labelled
@@ -207,6 +215,7 @@ class Experiment(_Strict):
     test_samples: int | None = Field(default=None, ge=1)
     width_limit: PositiveFloat | Literal["none"] = 3.0
     budget: int = Field(default=8, ge=1)
+    choose: Choose = "every trial"
     attackers: int = Field(default=0, ge=0)
     solved_head: bool = False
     training: TrainingConfig = Field(default={}, validate_default=True)
@@ -325,7 +334,7 @@ class Experiment(_Strict):
 
     def settings(self) -> dict[str, Any]:
         """What all cells have in common; records of other settings are not to be mixed."""
-        of_cells = {"methods", "clients", "hidden", "trials", "budget"}
+        of_cells = {"methods", "clients", "hidden", "trials", "budget", "choose"}
         return self.model_dump(
             exclude=of_cells | {"report", "problems", "solved_head"}, mode="json"
         )

@@ -168,16 +168,19 @@ def _is_of(experiment: Experiment, record: object) -> bool:
 
 def _check_candidates(experiment: Experiment, file: Path, records: Sequence[Record]) -> None:
     """Refuse records of a method that had others to choose from."""
-    candidates = {
-        (part.problem, m.name): (json.loads(json.dumps(m.candidates())), m.attack)
-        for part in experiment.parts
-        for m in part.methods
-    }
+    methods = {(part.problem, m.name): (part, m) for part in experiment.parts for m in part.methods}
+    chosen = {_key(record): record.get("chosen") for record in records}
     for number, record in enumerate(records, start=1):
-        tried = [entry["options"] for entry in record["candidates"]], record.get("attack", "none")
-        key = (record.get("problem"), record["method"])
-        if key in candidates and tried != candidates[key]:
+        problem, trial, clients, hidden, name = _key(record)
+        if (problem, name) not in methods:
+            continue
+        part, method = methods[problem, name]
+        candidates = json.loads(json.dumps(method.candidates()))
+        if part.choose == "first trial" and trial > 0:
+            candidates = [chosen.get((problem, 0, clients, hidden, name))]
+        tried = [entry["options"] for entry in record["candidates"]]
+        if (tried, record.get("attack", "none")) != (candidates, method.attack):
             raise InputError(
-                f"{file}: line {number}: {record['method']} had other candidates or attackers; "
+                f"{file}: line {number}: {name} had other candidates or attackers; "
                 "remove its lines to run it again, or give another --out"
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,7 +65,7 @@ def _run(
 ) -> None:
     """Add the records of all other cells to the file, and to those that are done."""
     todo = [cell for cell in cells(experiment) if cell.key not in done]
-    _check_widths(todo, done)
+    _check_needs(todo, done)
     untrained = _untrained(todo)
     total = len(untrained) + len(todo)
     progress("training clients" if untrained else experiment.name, 0, total)
@@ -104,25 +103,24 @@ def _untrained(todo: Sequence[Cell]) -> list[Recipe]:
     return [recipe for recipe in needed if not recipe.file.is_file()]
 
 
-def _check_widths(todo: Sequence[Cell], done: Mapping[Key, Record]) -> None:
-    """Refuse cells whose widths are those of a method that is neither done nor to be run."""
+def _check_needs(todo: Sequence[Cell], done: Mapping[Key, Record]) -> None:
+    """Refuse cells that need the record of another one that is neither done nor to be run."""
     known = {*done, *(cell.key for cell in todo)}
     for cell in todo:
-        other = cell.method.widths_of
-        if other is not None and (*cell.key[:-1], other) not in known:
-            raise InputError(
-                f"method {cell.method.name} needs the widths of {other}: run that one, too"
-            )
+        for key in cell.needs:
+            if key not in known:
+                raise InputError(
+                    f"method {cell.method.name} needs the widths of {key[-1]}: run that one, too"
+                )
 
 
 def _waves(todo: Sequence[Cell], done: Mapping[Key, Record]) -> Iterator[list[Cell]]:
-    """The cells that need nothing of others, then those that need their widths."""
-    yield [cell for cell in todo if cell.method.widths_of is None]
-    yield [
-        replace(cell, widths=tuple(done[(*cell.key[:-1], cell.method.widths_of)]["widths"]))
-        for cell in todo
-        if cell.method.widths_of is not None
-    ]
+    """The cells that need nothing of others, then those for which all is known by then."""
+    waiting = list(todo)
+    while waiting:
+        ready = [cell for cell in waiting if all(key in done for key in cell.needs)]
+        waiting = [cell for cell in waiting if not all(key in done for key in cell.needs)]
+        yield [cell.informed(done) for cell in ready]
 
 
 def _train(recipe: Recipe, device: str) -> None:
