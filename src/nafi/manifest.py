@@ -39,7 +39,8 @@ class Manifest:
     class_counts, sample_count: of the data that the model was trained on
     aliases: other name -> stored name of shared tensors, which are stored once
     members: spec and folded of each network, for several that run side by side
-    average: what is added up of these: logits, or probabilities
+    average: what is added up of these: logits, or probabilities; by_input: whether those count more
+        that know the like of an input
     config: what makes a network of transformers, as config.json has it, instead of a factory
     """
 
@@ -53,6 +54,7 @@ class Manifest:
     aliases: Mapping[str, str] | None = None
     members: Sequence[Mapping[str, Any]] | None = None
     average: str | None = None
+    by_input: bool | None = None
     config: Mapping[str, Any] | None = None
     version: str = __version__
 
@@ -200,6 +202,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "aliases": (_is_object_of(_is_text), "a name for each name"),
     "members": (_is_members, "a list of objects of spec and folded"),
     "average": (_is_average, "logits or probabilities"),
+    "by_input": (_is_bool, "true or false"),
     "config": (_is_object, "a JSON object"),
     "version": (_is_text, "text"),
 }

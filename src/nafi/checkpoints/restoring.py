@@ -103,7 +103,8 @@ def _side_by_side(
     if read + 1 + (class_shares is not None) != len(state):
         raise CheckpointError(f"{label} holds tensors of more than its {count} networks")
     average = manifest.average or "logits"
-    return EnsembleNetwork(networks, shares, class_shares, average=average).eval()
+    by_input = bool(manifest.by_input)
+    return EnsembleNetwork(networks, shares, class_shares, average, by_input).eval()
 
 
 def _loads_by_itself(model: nn.Module, state: Mapping[str, Tensor]) -> bool:

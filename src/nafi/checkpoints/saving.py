@@ -143,6 +143,7 @@ def _manifest(
         inputs=_describe(inputs),
         members=None if several is None else _describe_members(several, bodies),
         average=None if several is None else several.average,
+        by_input=True if several is not None and several.by_input else None,
     )
 
 

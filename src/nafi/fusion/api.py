@@ -18,7 +18,7 @@ from torch import nn
 from nafi.errors import InputError
 from nafi.fusion.budget import measured_size
 from nafi.fusion.clients import Array, check_clients
-from nafi.fusion.distill import distill_on
+from nafi.fusion.distill import distill_on, weights_by_input
 from nafi.fusion.head import solve_head, statistics
 from nafi.fusion.judge import (
     FROM_FILES,
@@ -98,7 +98,8 @@ def fuse(
             the result is worse than a model; where an option lists several values, the best is
             kept.
         distill: with a probe, so many steps of training towards what the ensemble says, as the last
-            step; some 200 are worth up to a point. See `nafi.distill`.
+            step: some 200 are worth up to a point, and ten where clients' inputs differ in kind
+            and networks have batch normalisation. See `nafi.distill`.
         head: labelled batches, as `nafi.statistics` takes them, if the server has some: the last
             layer of the result is solved from them. Of clients' own labels, see `nafi.solve_head`.
         class_counts: (S, K) samples per model and class: the output layer is then averaged by who
@@ -160,13 +161,15 @@ def fuse(
     elif automatic and missed:
         inputs = made_up_probe(clients.models[0], example_inputs)
         probe = None if inputs is None else NOISE
+    by_input = None
     if inputs is not None:
-        prepared = replace(prepared, probe=inputs)
+        if getattr(chosen, "weigh_inputs", True):
+            by_input = weights_by_input(clients, probe, inputs)
+        prepared = chosen.with_probe(prepared, inputs, by_input)
     steps: list[_Step] = []
     if distill and inputs is not None:
-        steps.append(
-            partial(distill_on, clients=clients, inputs=inputs, progress=report, steps=distill)
-        )
+        distilled = partial(distill_on, clients=clients, inputs=inputs, by_input=by_input)
+        steps.append(partial(distilled, progress=report, steps=distill))
     if head is not None:
         steps.append(partial(_with_head, batches=list(head), progress=report))
     steps.append(partial(_measured, clients=clients.models, inputs=example_inputs))
@@ -182,7 +185,7 @@ def fuse(
     del prepared, fuse_variant  # with all that was recorded on the probe
     if inputs is not None:
         report("comparing with the ensemble", 0, 1)
-        result = replace(result, agreement=agreement(clients, result.model, inputs))
+        result = replace(result, agreement=agreement(clients, result.model, inputs, by_input))
     diagnostics: dict[str, Any] = {
         "method": chosen.name,
         "models": len(clients),

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
-from torch import nn
+from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients, check_clients
+from nafi.fusion.familiarity import familiarity
 from nafi.fusion.imitation import imitate
 from nafi.fusion.judge import agreement
 from nafi.fusion.method import Progress
@@ -34,12 +35,15 @@ def distill(
     rate: float = 3e-4,
     batch: int = 64,
     seed: int = 0,
+    weigh_inputs: bool = True,
     progress: Progress | None = None,
 ) -> FusionResult:
     """Train a fused network to say what the ensemble of its clients says; no labels are needed.
 
     result: of `nafi.fuse`; models, probe, class_counts, sample_counts: as that took them
     steps, rate, batch: of Adam, on three quarters of the probe. Normalisation keeps its statistics
+    weigh_inputs: let those models count more for an input whose batch normalisation remembers its
+        like, if they have any and the probe is not made up
 
     `result.diagnostics["distilled"]` has the error on held-out inputs, before and after. A head
     that was solved from labels is trained away from them: solve it again afterwards.
@@ -54,10 +58,24 @@ def distill(
         )
     report = progress or (lambda step, done, total: None)
     inputs = read_or_make(probe, clients.models, examples, report)
+    by_input = weights_by_input(clients, probe, inputs) if weigh_inputs else None
     found = distill_on(
-        result, clients, inputs, report, steps=steps, rate=rate, batch=batch, seed=seed
+        result,
+        clients,
+        inputs,
+        report,
+        steps=steps,
+        rate=rate,
+        batch=batch,
+        seed=seed,
+        by_input=by_input,
     )
-    return replace(found, scores=None, agreement=agreement(clients, found.model, inputs))
+    return replace(found, scores=None, agreement=agreement(clients, found.model, inputs, by_input))
+
+
+def weights_by_input(clients: Clients, probe: object, inputs: Inputs) -> Tensor | None:
+    """(S, inputs) whose word counts for the inputs of a probe; None for inputs that are made up."""
+    return None if isinstance(probe, str) else familiarity(clients.models, inputs)
 
 
 def distill_on(
@@ -70,6 +88,7 @@ def distill_on(
     rate: float = 3e-4,
     batch: int = 64,
     seed: int = 0,
+    by_input: Tensor | None = None,
 ) -> FusionResult:
     """The same on a probe that was read, for clients that were checked."""
     _check_numbers(steps=steps, rate=rate, batch=batch)
@@ -83,8 +102,10 @@ def distill_on(
         rate=rate,
         batch=batch,
         seed=seed,
+        by_input=by_input,
     )
-    distilled = {"before": before, "after": after, "steps": steps}
+    weighed = by_input is not None
+    distilled = {"before": before, "after": after, "steps": steps, "weighed_by_input": weighed}
     diagnostics = {**result.diagnostics, "distilled": distilled}
     return replace(result, model=student, diagnostics=diagnostics)
 

@@ -34,18 +34,20 @@ def imitate(
     rate: float,
     batch: int,
     seed: int,
+    by_input: Tensor | None = None,
 ) -> tuple[float, float]:
     """Train all parameters of a network, in place; the error on held-out inputs before and after.
 
     progress: called with the number of steps that are done
     steps, rate, batch: of Adam, on three quarters of the probe
+    by_input: (S, inputs) how much each client's word counts for each input, if that differs
     """
     count = batch_size(inputs)
     held = torch.arange(max(1, round(HELD_OUT * count)))
     rest = torch.arange(len(held), count)
     if not len(rest):
         raise InputError("probe: found one input, expected some dozens")
-    training = _Training(network, inputs, _targets(clients, inputs), held)
+    training = _Training(network, inputs, _targets(clients, inputs, by_input), held)
     before = training.best
     generator = torch.Generator().manual_seed(seed)
     learnt = [p for p in network.parameters() if p.is_floating_point()]
@@ -63,14 +65,15 @@ def imitate(
     return before, training.best
 
 
-def _targets(clients: Clients, inputs: Inputs) -> Tensor:
+def _targets(clients: Clients, inputs: Inputs, by_input: Tensor | None) -> Tensor:
     """What the ensemble says; clients weigh in it what they weigh in the fusion."""
     said = [outputs_of(model, inputs) for model in clients.models]
     if any(len(leaves) != 1 or not leaves[0].is_floating_point() for leaves in said):
         raise InputError(
             "only networks that return one tensor of numbers can be trained on a probe"
         )
-    return weighted_sum(torch.stack([leaves[0] for leaves in said]), *shares_of(clients))
+    outputs = torch.stack([leaves[0] for leaves in said])
+    return weighted_sum(outputs, *shares_of(clients), by_input)
 
 
 class _Training:

@@ -110,17 +110,20 @@ def _ensemble_score(clients: Clients, example_inputs: Inputs, validate: Validate
         return None
 
 
-def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | None:
+def agreement(
+    clients: Clients, fused: nn.Module, probe: Inputs, by_input: Tensor | None = None
+) -> Agreement | None:
     """How far the fused model does on a probe what its clients' mean does; None without a mean.
 
-    Clients weigh in the mean what they weigh in the fusion: by classes or samples, if known.
+    Clients weigh in the mean what they weigh in the fusion: by classes or samples, if known, and
+    for each input by_input (S, inputs), if that was distilled.
     """
     outputs = [outputs_of(model, probe) for model in clients.models]
     shapes = [[leaf.shape for leaf in leaves] for leaves in outputs]
     if any(found != shapes[0] for found in shapes) or not _averages(outputs[0]):
         return None
     shares = shares_of(clients)
-    mean = [_mean(leaves, *shares) for leaves in zip(*outputs, strict=True)]
+    mean = [_mean(leaves, *shares, by_input) for leaves in zip(*outputs, strict=True)]
     classes = len(mean) == 1 and mean[0].ndim == 2 and mean[0].shape[1] > 1
     compare = _same_classes if classes else _explained
     return Agreement(
@@ -132,12 +135,26 @@ def agreement(clients: Clients, fused: nn.Module, probe: Inputs) -> Agreement | 
     )
 
 
-def _mean(outputs: Sequence[Tensor], shares: Tensor, class_shares: Tensor | None) -> Tensor:
+def _mean(
+    outputs: Sequence[Tensor],
+    shares: Tensor,
+    class_shares: Tensor | None,
+    by_input: Tensor | None,
+) -> Tensor:
     """Of all clients' outputs, some inputs at a time: those of words can be larger than a model."""
     if not outputs[0].ndim:
         return weighted_sum(torch.stack(list(outputs)), shares, class_shares)
-    parts = zip(*(torch.split(output, _AT_ONCE) for output in outputs), strict=True)
-    return torch.cat([weighted_sum(torch.stack(part), shares, class_shares) for part in parts])
+    return torch.cat(
+        [
+            weighted_sum(
+                torch.stack([output[at : at + _AT_ONCE] for output in outputs]),
+                shares,
+                class_shares,
+                None if by_input is None else by_input[:, at : at + _AT_ONCE],
+            )
+            for at in range(0, len(outputs[0]), _AT_ONCE)
+        ]
+    )
 
 
 def outputs_of(model: nn.Module, inputs: Inputs) -> list[Tensor]:

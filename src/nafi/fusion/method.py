@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from torch import Tensor
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
@@ -54,6 +55,13 @@ class Method(Options, ABC):
     @abstractmethod
     def fuse(self, prepared: Any, progress: Progress) -> FusionResult:
         """Make one model of what `prepare` returned."""
+
+    def with_probe(self, prepared: Any, probe: Inputs, by_input: Tensor | None) -> Any:
+        """What `prepare` returned, with inputs, and (S, inputs) what each client counts for each.
+
+        by_input: None if they count the same for all
+        """
+        return replace(prepared, probe=probe)
 
     def informed(self, prepared: Any, scores: Sequence[float]) -> Any:
         """What `prepare` returned, for clients of which the scores are known now."""
@@ -135,6 +143,8 @@ class AligningMethod(Method):
         to `nafi.calibrate` the result on a few inputs
     restore_norm: give merged neurons the mean norm of their members, since averaging shrinks them
     refit: with a probe, fit every layer of the fused network to what its members compute
+    weigh_inputs: with a probe of real inputs, let those models count more for an input whose batch
+        normalisation remembers its like, if they have any: for clients whose inputs differ in kind
     """
 
     uses: ClassVar[frozenset[str]] = frozenset({"probe"})
@@ -142,6 +152,7 @@ class AligningMethod(Method):
     batchnorm: str = option(one_of([way.value for way in Normalisation]), "attach")
     restore_norm: bool = option(SWITCH, True)
     refit: bool = option(SWITCH, True)
+    weigh_inputs: bool = option(SWITCH, True)
 
     @property
     def screen(self) -> Screen:
@@ -160,6 +171,9 @@ class AligningMethod(Method):
     def misses_probe(self, prepared: Networks) -> bool:
         """From the second hidden layer on, the inputs of merged neurons are not what they were."""
         return len(prepared.spec.groups) > 1 and self.refit and not self._refused_refit()
+
+    def with_probe(self, prepared: Networks, probe: Inputs, by_input: Tensor | None) -> Networks:
+        return replace(prepared, probe=probe, by_input=by_input)
 
     @abstractmethod
     def align(self, networks: Networks, progress: Progress) -> Alignment:

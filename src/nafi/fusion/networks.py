@@ -57,6 +57,7 @@ class Networks:
     batchnorm: what becomes of normalisation; "average" averages networks as `unfolded` gives them
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
     probe: inputs without labels, if there are any
+    by_input: (S, inputs) how much each client counts for each of them, if that differs
     bases: what is free beyond the order of neurons, where that is made use of
     """
 
@@ -69,6 +70,7 @@ class Networks:
     batchnorm: Normalisation
     learnt: frozenset[str]
     probe: Inputs | None = None
+    by_input: Tensor | None = None
     bases: Bases = field(default_factory=Bases)
 
     @cached_property

@@ -149,16 +149,22 @@ class _Fitting:
             bias.view(-1)[self._index(product).flatten()] += change
 
     def _targets(self, product: Product) -> Tensor:
-        """(B, M, N) the mean over its owners of what each neuron writes; zero if it has none."""
+        """(B, M, N) the mean over its owners of what each neuron writes; zero if it has none.
+
+        An owner that knows the like of an input counts more for it, where that is known.
+        """
         networks, use = self.networks, (product.name, product.call)
         meaning = networks.spec.tensors[product.name]
         kept = [i for i in range(len(meaning.axes)) if i not in meaning.reads]
         total, owners = torch.zeros(()), torch.zeros(())
+        by_row = self._weights_by_row(product)
         for s, weights in enumerate(networks.clients.weights_of(meaning)):
             written, places = networks.recordings[s].written[use], self.placements[s]
             # A convolution has axes of space after that of its outputs.
             form = [weights.shape[i] for i in kept][: len(written.axes)]
             weight = torch.as_tensor(weights.reshape(form), dtype=written.values.dtype)
+            if by_row is not None:
+                weight = weight * by_row[s].to(weight).reshape(-1, *[1] * len(written.axes))
             one = torch.ones_like(written.values[:1])
             lifted, present = (
                 lift_axes(values, written.axes, networks.specs[s], where)
@@ -167,6 +173,13 @@ class _Fitting:
             total, owners = total + weight * lifted, owners + weight * present
         mean = (total / torch.where(owners > 0, owners, 1.0)).flatten(1)
         return mean[:, self._index(product)].movedim(0, 1)
+
+    def _weights_by_row(self, product: Product) -> Tensor | None:
+        """(S, M) how much each client counts in each row; None if it is not known whose rows."""
+        by_input = self.networks.by_input
+        if by_input is None or product.samples != by_input.shape[1]:
+            return None
+        return by_input[:, rows_of(product) // (product.places // product.samples)]
 
     def _index(self, product: Product) -> Tensor:
         """(B, N) where each output lies along the axes that it is written to."""

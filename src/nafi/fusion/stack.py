@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,8 +30,6 @@ from nafi.fusion.selection import NeuronOrder, neuron_orders
 from nafi.graph import Inputs, Kept, ModelSpec, Normalisation, copy_network
 from nafi.matching import Index
 from nafi.options import one_of, one_or_several, option, optional, whole
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,12 +240,3 @@ def _result(network: nn.Module, networks: Networks, slim: Mapping[int, _Slim]) -
         },
         bodies=tuple(Body(names[s], body.spec, body.architecture) for s, body in slim.items()),
     )
-
-
-def _by_client(names: Sequence[str], found: Mapping[int, Mapping[str, _T]]) -> dict[str, _T]:
-    """What was found of each weight, under the names of its client and its own."""
-    return {
-        f"{names[s]}: {weight}": value
-        for s, weights in found.items()
-        for weight, value in weights.items()
-    }

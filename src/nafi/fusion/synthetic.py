@@ -8,8 +8,7 @@ the same networks give the same inputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,9 @@ from torch.utils import _pytree as pytree
 from nafi.errors import InputError
 from nafi.fusion.method import Progress
 from nafi.fusion.probe import NOISE, SYNTHETIC, is_word, read_probe
+from nafi.fusion.running import Remembered, remembers, watched_norms
 from nafi.graph import Inputs, call, evaluating
 
-_BatchNorm = nn.modules.batchnorm._BatchNorm
 _STEPS, _RATE = 30, 0.1  # of Adam, on inputs of deviation 1
 # What a step keeps for its gradient grows with the inputs: fewer of large ones.
 _INPUTS, _NUMBERS, _LEAST = 128, 2**21, 16
@@ -45,7 +44,7 @@ def synthetic_probe(
 
     Cost: as many runs of every model as there are steps, forwards and backwards.
     """
-    if not all(any(_remembers(module) for module in model.modules()) for model in models):
+    if not all(any(remembers(module) for module in model.modules()) for model in models):
         raise InputError(
             "probe: synthetic inputs are made of the running statistics of batch normalisation, "
             "which these networks do not have; probe='noise' needs none"
@@ -95,23 +94,13 @@ def _watched(model: nn.Module) -> Iterator[list[Tensor]]:
     """The distances at a model's normalisations, one for each time that one is used."""
     found: list[Tensor] = []
 
-    def visit(norm: nn.Module, arguments: tuple[Any, ...]) -> None:
-        assert isinstance(norm, _BatchNorm)
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        values: Tensor = arguments[0]
+    def visit(remembered: Remembered, values: Tensor) -> None:
         others = [d for d in range(values.ndim) if d != 1]
         variance, mean = torch.var_mean(values, others, correction=0)
-        deviation = (norm.running_var + norm.eps).sqrt()
-        shift = (mean - norm.running_mean) / deviation
-        stretch = (variance + norm.eps).sqrt() / deviation - 1
+        deviation = (remembered.variance + remembered.eps).sqrt()
+        shift = (mean - remembered.mean) / deviation
+        stretch = (variance + remembered.eps).sqrt() / deviation - 1
         found.append(shift.square().mean() + stretch.square().mean())
 
-    with ExitStack() as stack:
-        for module in filter(_remembers, model.modules()):
-            stack.callback(module.register_forward_pre_hook(visit).remove)
+    with watched_norms(model, visit):
         yield found
-
-
-def _remembers(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.running_mean is not None

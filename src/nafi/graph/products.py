@@ -49,6 +49,11 @@ class Product(ABC):
     def places(self) -> int:
         """How many rows of inputs there are: samples times places."""
 
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """How many samples the rows are of, those of one after those of another."""
+
     @abstractmethod
     def inputs(self, rows: Tensor) -> Tensor:
         """(B, M, K) the inputs at some rows."""
@@ -91,6 +96,10 @@ class MatrixProduct(Product):
     @property
     def places(self) -> int:
         return self.inputs_.shape[1]
+
+    @property
+    def samples(self) -> int:
+        return self.places  # nobody can tell which rows belong together
 
     def inputs(self, rows: Tensor) -> Tensor:
         return self.inputs_[:, rows]
@@ -156,6 +165,10 @@ class Convolution(Product):
     @property
     def places(self) -> int:
         return self.inputs_.shape[0] * prod(self._size(d) for d in range(len(self.kernel)))
+
+    @property
+    def samples(self) -> int:
+        return self.inputs_.shape[0]
 
     @property
     def inputs_read(self) -> int:
