@@ -399,6 +399,22 @@ def test_settings_chosen_in_the_first_trial_are_kept_in_the_others(tmp_path: Pat
         run_experiment(every, file, jobs=1, resume=True, progress=quiet)
 
 
+def test_a_stack_of_more_clients_than_there_are_has_no_cell() -> None:
+    methods = [{"name": f"stack-{k}", "method": "stack", "options": {"keep": k}} for k in (2, 3, 4)]
+    found = cells(Experiment(**{**SMALL, "trials": 1, "clients": [3, 4], "methods": methods}))
+    assert [(cell.clients, cell.method.name) for cell in found] == [
+        (3, "stack-2"), (3, "stack-3"), (4, "stack-2"), (4, "stack-3"), (4, "stack-4"),
+    ]  # fmt: skip
+
+
+def test_a_problem_leaves_methods_out() -> None:
+    """Networks without batch normalisation have nothing to make inputs of."""
+    found = cells(load_experiment("oneshot-deep", "scaled"))
+    synthetic = {c.experiment.problem for c in found if c.method.name == "nafi 2x synthetic"}
+    assert "CIFAR-10, VGG" in synthetic
+    assert not synthetic & {"CIFAR-10, ConvNet", "MNIST, 3 hidden layers"}
+
+
 def test_every_experiment_of_the_paper_can_be_read() -> None:
     mnist = ["layers", "nets", "poison", "sensitivity", "size", "width"]
     cifar10 = ["cifar10", "cifar10-sensitivity"]
@@ -645,6 +661,7 @@ IN_ROUNDS = "rounds = 2\n" + METHOD
             "report: titles: 'widths' is none of the views score",
         ),
         (METHOD + 'method = "nafi"\nwidths_of = "n"', "is no method with widths of its own"),
+        ('without = ["x"]\n' + METHOD + 'method = "nafi"', "without: there is no method 'x'"),
         ("widths = [5]\nhidden = [2]\n" + METHOD + 'method = "nafi"', "hidden: the network"),
         ("profile = 3\n" + METHOD + 'method = "nafi"', r"expected tables \[profile.NAME\]"),
         (

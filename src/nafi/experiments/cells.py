@@ -140,7 +140,10 @@ class Cell:
 
 
 def cells(experiment: Experiment) -> list[Cell]:
-    """All cells of an experiment, those of one population next to each other."""
+    """All cells of an experiment, those of one population next to each other.
+
+    A method that needs more clients than there are has none, nor has one of `without`.
+    """
     return [
         Cell(part, trial, clients, hidden, method)
         for part in experiment.parts
@@ -148,4 +151,5 @@ def cells(experiment: Experiment) -> list[Cell]:
         for hidden in part.hidden
         for clients in part.clients
         for method in part.methods
+        if method.name not in part.without and method.least_clients() <= clients
     ]

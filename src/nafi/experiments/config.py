@@ -117,6 +117,10 @@ class MethodConfig(_Strict):
             for v in values
         ]
 
+    def least_clients(self) -> int:
+        """How many clients there must be: a stack cannot keep more than there are."""
+        return max(int(candidate.get("keep") or 1) for candidate in self.candidates())
+
     def settled(self, candidate: Mapping[str, Any]) -> Self:
         """The method with nothing left to choose."""
         return self.model_copy(update={"options": dict(candidate), "grid": {}, "variants": [{}]})
@@ -190,6 +194,7 @@ class Experiment(_Strict):
         and every method is then run under each of them, as "METHOD under ATTACK"
     solved_head: in rounds, also score every model with the last layer solved from the labelled
         statistics of all clients, which changes nothing else
+    without: methods that are not run, as those of a file that make no sense for one of its problems
     problems: name -> the experiment on one of several problems; in a file, what differs there from
         the entries that all have in common
     problem: its name, if it is one of these
@@ -220,6 +225,7 @@ class Experiment(_Strict):
     solved_head: bool = False
     training: TrainingConfig = Field(default={}, validate_default=True)
     methods: list[MethodConfig] = Field(min_length=1)
+    without: list[str] = []
     report: ReportConfig = ReportConfig()
     problems: dict[str, Experiment] = {}
     problem: str | None = None
@@ -334,7 +340,7 @@ class Experiment(_Strict):
 
     def settings(self) -> dict[str, Any]:
         """What all cells have in common; records of other settings are not to be mixed."""
-        of_cells = {"methods", "clients", "hidden", "trials", "budget", "choose"}
+        of_cells = {"methods", "clients", "hidden", "trials", "budget", "choose", "without"}
         return self.model_dump(
             exclude=of_cells | {"report", "problems", "solved_head"}, mode="json"
         )
@@ -459,6 +465,9 @@ def _check_methods(experiment: Experiment) -> None:
     names = [method.name for method in experiment.methods]
     if len(set(names)) < len(names):
         raise InputError("two methods have the same name")
+    for name in experiment.without:
+        if name not in names:
+            raise InputError(f"without: there is no method {name!r}")
     for method in experiment.methods:
         count = len(method.candidates())
         if count > experiment.budget:
