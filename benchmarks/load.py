@@ -4,6 +4,9 @@
 row is a process of its own, whose peak memory is measured. Not part of `make bench`: it takes about
 ten minutes.
 
+`python benchmarks/load.py --nodes 1000` runs two strategies with so many nodes on Flower's
+simulation instead.
+
 `python benchmarks/load.py --registered 10000` samples 50 of so many clients in each of 20 rounds of
 a tiny network, in process, and prints how the server's memory and its checkpoint grow.
 """
@@ -19,6 +22,7 @@ import tempfile
 import threading
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -154,14 +158,17 @@ def _on_flower(strategy: Any, clients: int) -> list[dict[str, Any]]:
         federation = Federation(
             strategy,
             nodes=clients,
-            wait=300.0,
-            deadline=600.0,
+            wait=3600.0,
+            deadline=3600.0,
             acceptance=Acceptance(classes=10),
         )
         federation.start(grid)
         found.extend(federation.run.records)
 
-    app = client_app(network, INPUTS, partial(_share, clients), classes=10)
+    # What is defined in a script is sent with every message, and would read all data again: a
+    # worker that imports it by name has read them before.
+    here = import_module(Path(__file__).stem)
+    app = client_app(here.network, INPUTS, partial(here.share, clients), classes=10)
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, app, num_supernodes=clients, backend_config=resources)
     return found
@@ -170,7 +177,7 @@ def _on_flower(strategy: Any, clients: int) -> list[dict[str, Any]]:
 _known: dict[int, dict[str, Samples]] = {}
 
 
-def _share(clients: int, context: Any) -> Samples:
+def share(clients: int, context: Any) -> Samples:
     if clients not in _known:
         _known[clients] = shares(clients)
     return _known[clients][str(context.node_config["partition-id"])]
@@ -216,13 +223,16 @@ def in_process_of_its_own(*arguments: str) -> dict[str, float]:
     return found
 
 
-def load() -> None:
+def load(nodes: int | None) -> None:
     print(f"{os.cpu_count()} cores; MNIST, {WIDTH} hidden neurons, {ROUNDS} rounds\n")
     print("| runner | strategy | clients | seconds | seconds a round, from the second ", end="")
     print("| MB more | without files |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     rows = [("process", name, clients) for name in OPTIONS for clients in (50, 200)]
-    for runner, name, clients in [*rows, ("flower", "fedavg", 50), ("flower", "layerwise", 50)]:
+    rows += [("flower", "fedavg", 50), ("flower", "layerwise", 50)]
+    if nodes is not None:
+        rows = [("flower", name, nodes) for name in ("fedavg", "match-then-average")]
+    for runner, name, clients in rows:
         found = in_process_of_its_own("--one", runner, name, str(clients))
         print(
             f"| {runner} | {name} | {clients} | {found['seconds']:.1f} | {found['rounds']:.2f} | "
@@ -253,6 +263,7 @@ def registered(clients: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--nodes", type=int)
     parser.add_argument("--registered", type=int, metavar="CLIENTS")
     chosen = parser.parse_args()
     if chosen.one:
@@ -262,7 +273,7 @@ def main() -> None:
     elif chosen.registered:
         registered(chosen.registered)
     else:
-        load()
+        load(chosen.nodes)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import os
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -131,23 +132,45 @@ def cpu_seconds(work: Callable[[], object], repeat: int = 1) -> tuple[float, obj
     return best, result
 
 
-def against_rows() -> None:
-    print("| models x neurons x columns | width | nafi.match, s | row by row, s | ratio | target |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for count, width, sweeps, target in [(30, 100, 2, 60), (10, 500, 1, 100)]:
-        neurons, precisions = models_like_mnist(count, width)
-        options = {"precisions": precisions, "penalty": PENALTY, "sweeps": sweeps}
-        ours, found = cpu_seconds(lambda n=neurons, o=options: nafi.match(n, **o), repeat=3)
-        theirs, loop = cpu_seconds(
-            lambda n=neurons, p=precisions, k=sweeps: row_by_row(n, p, PENALTY, k)
-        )
-        if canonical(found.assignments) != canonical(loop):
-            sys.exit("the two implementations disagree")
-        print(
-            f"| {count} x {width} x 795 | {found.width} | {ours:.2f} | {theirs:.1f} "
-            f"| {theirs / ours:.0f}x | {target}x |",
-            flush=True,
-        )
+@dataclass(frozen=True)
+class Against:
+    """One comparison with the loop over rows; seconds of process time."""
+
+    count: int
+    neurons: int
+    width: int
+    ours: float
+    theirs: float
+    target: float
+
+
+# Models, neurons of each, sweeps, and how many times faster nafi is to be.
+AGAINST_ROWS = [(30, 100, 2, 60), (10, 500, 1, 100)]
+
+
+def against_rows(count: int, width: int, sweeps: int, target: float) -> Against:
+    neurons, precisions = models_like_mnist(count, width)
+    ours, found = cpu_seconds(
+        lambda: nafi.match(neurons, precisions=precisions, penalty=PENALTY, sweeps=sweeps),
+        repeat=3,
+    )
+    theirs, loop = cpu_seconds(lambda: row_by_row(neurons, precisions, PENALTY, sweeps))
+    if canonical(found.assignments) != canonical(loop):
+        sys.exit("the two implementations disagree")
+    return Against(count, width, found.width, ours, theirs, target)
+
+
+def rows_table(found: Iterable[Against]) -> str:
+    lines = [
+        "| models x neurons x columns | width | nafi.match, s | row by row, s | ratio | target |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {one.count} x {one.neurons} x 795 | {one.width} | {one.ours:.2f} | {one.theirs:.1f} "
+        f"| {one.theirs / one.ours:.0f}x | {one.target:g}x |"
+        for one in found
+    ]
+    return "\n".join(lines)
 
 
 def path_of_penalties() -> None:
@@ -278,8 +301,7 @@ def main() -> None:
         growth("growth in models", [(10, 100), (30, 100), (100, 100), (300, 100)])
         growth("growth in neurons", [(10, 100), (10, 200), (10, 500), (10, 1000)])
         path_of_penalties()
-        print()
-        against_rows()
+        print("\n" + rows_table(against_rows(*case) for case in AGAINST_ROWS))
 
 
 if __name__ == "__main__":

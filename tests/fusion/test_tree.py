@@ -16,8 +16,11 @@ from torch import nn
 
 import nafi
 from nafi.errors import InputError
+from nafi.fusion.clients import check_clients
 from nafi.fusion.cluster import map_on_ray
-from nafi.graph import named_tensors
+from nafi.fusion.merge import merge_tensors
+from nafi.fusion.networks import prepare_networks
+from nafi.graph import Positions, named_tensors
 from tests.fusion.networks import MLP, gap, seeded
 
 INPUTS = (torch.zeros(2, 7),)
@@ -104,6 +107,69 @@ def test_a_limit_of_width_holds_for_groups_and_for_all() -> None:
     models = [seeded(s, 7, 8, 3) for s in range(9)]
     found = nafi.fuse(models, INPUTS, tree=3, max_width=10, penalty=0.0)
     assert found.widths == {"layers.0": 10}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_parts_are_summed_to_what_all_are(weighted: bool) -> None:
+    models = [seeded(s, 7, 8, 3) for s in range(9)]
+    counts = np.random.default_rng(0).integers(1, 9, size=(9, 3)) if weighted else None
+    found = nafi.fuse(models, INPUTS, tree=4, class_counts=counts)
+    clients = check_clients(models, counts, None, None)
+    networks = prepare_networks(clients, INPUTS, None, "attach")
+    placements = [
+        {name: Positions(torch.from_numpy(places[s]), found.widths[name])}
+        for s in range(9)
+        for name, places in found.assignments.items()
+    ]
+    at_once = merge_tensors(networks, placements, restore_norm=True)
+    for name, tensor in named_tensors(found.model).items():
+        torch.testing.assert_close(tensor, at_once[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_is_weighed_among_all_wherever_it_is_placed() -> None:
+    counts = np.random.default_rng(1).integers(1, 9, size=(6, 3))
+    clients = check_clients([seeded(s, 7, 8, 3) for s in range(6)], counts, None, None)
+    networks = prepare_networks(clients, INPUTS, None, "attach")
+    part = networks.part([4, 1])
+    assert clients.class_weights is not None
+    np.testing.assert_array_equal(part.clients.class_weights, clients.class_weights[[4, 1]])
+    np.testing.assert_array_equal(part.clients.model_weights, clients.model_weights[[4, 1]])
+    # The order of all holds for the part, without reading anything again.
+    assert [[4, 1][k] for k in part.ranking] == [s for s in networks.ranking if s in (1, 4)]
+
+
+def test_no_neuron_of_a_tree_is_without_an_owner() -> None:
+    models = descendants(12, noise=0.6)
+    found = nafi.fuse(models, INPUTS, tree=4, penalty=0.1)
+    for group, matching in found.matchings.items():
+        assert matching.width == found.widths[group]
+        assert matching.counts.min() >= 1
+        np.testing.assert_array_equal(matching.counts, found.owners(group))
+        for assigned in matching.assignments:
+            assert len(set(assigned.tolist())) == len(assigned)
+
+
+class _Recurrent(nn.Module):
+    """Two layers of one width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(5, 6, num_layers=2, batch_first=True)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.layers(x)[0][:, -1])
+        return out
+
+
+def test_widths_that_must_agree_do_so_after_a_tree() -> None:
+    models = []
+    for seed in range(7):
+        torch.manual_seed(seed)
+        models.append(_Recurrent().eval())
+    found = nafi.fuse(models, (torch.zeros(2, 4, 5),), tree=3, penalty=0.1)
+    assert len(set(found.widths.values())) == 1
+    assert torch.isfinite(found.model(torch.randn(2, 4, 5))).all()
 
 
 def test_what_groups_cannot_stand_for_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 
 import nafi
 from nafi.errors import InputError
-from nafi.matching import DIVERGENCES, Matching, Owners, Streamed
+from nafi.matching import DIVERGENCES, Matching, Owners, Streamed, place
 from nafi.matching.columns import ColumnBlocks
 from nafi.matching.cost import EvidenceCost, joint_objective
 from nafi.matching.descent import CoordinateDescent, GlobalNeurons
@@ -182,6 +184,47 @@ def test_groups_of_permuted_copies_match_as_all_at_once() -> None:
     assert "by all: 8" in str(top)
     order = [int(np.abs(flat.means - mean).sum(axis=1).argmin()) for mean in top.means]
     np.testing.assert_allclose(top.means, flat.means[order], rtol=1e-10)
+
+
+@given(cases(models=4, width=3), st.integers(0, 2**32 - 1))
+def test_without_a_penalty_a_model_is_placed_where_all_are_likeliest(case: Case, seed: int) -> None:
+    """Against all ways to place the last model, the others where they are."""
+    rng = np.random.default_rng(seed)
+    *before, last = case.neurons
+    if not before:
+        return
+    local, _ = numbered([rng.permutation(4)[: len(rows)] for rows in before])
+    width = 1 + max(int(places.max()) for places in local)
+    few = last[:width]
+    inputs = make_input([*before, few], case.precisions, case.prior_mean, case.prior_precision)
+    known = matching_of(
+        make_input(before, case.precisions[:-1], case.prior_mean, case.prior_precision), local
+    )
+    (chosen,) = place([few], known, precisions=case.precisions[-1:], penalty=0.0)
+
+    def objective(places: tuple[int, ...]) -> float:
+        tried = matching_of(inputs, [*local, np.array(places)])
+        prior = POPULARITY["paper"](inputs.count, 1.0)
+        return joint_objective(inputs, tried.posterior, tried.counts, prior)
+
+    least = min(map(objective, permutations(range(width), len(few))))
+    assert objective(tuple(chosen)) == pytest.approx(least, rel=1e-9, abs=1e-7)
+
+
+def test_models_are_placed_each_for_itself() -> None:
+    rng = np.random.default_rng(2)
+    truth = rng.normal(size=(8, 20)) * 3
+    orders = [rng.permutation(8)[:6] for _ in range(5)]
+    models = [truth[order] + 0.3 * rng.normal(size=(6, 20)) for order in orders]
+    found = nafi.match([truth, truth + 0.1])
+    placed = place(models, found)
+    for places, order in zip(placed, orders, strict=True):
+        np.testing.assert_array_equal(places, found.assignments[0][order])
+    read = place(Streamed([6] * 5, 20, lambda s: models[4 - s]), found, precisions=[1.0] * 5)
+    for one, two in zip(placed, reversed(read), strict=True):
+        np.testing.assert_array_equal(one, two)
+    with pytest.raises(InputError, match="wider than the 8 neurons of the matching"):
+        place([rng.normal(size=(9, 20))], found)
 
 
 def test_owners_that_cannot_be_are_refused() -> None:

@@ -18,6 +18,8 @@ from nafi.federated.seats import Seats
 log = logging.getLogger(__name__)
 RECORD, _NAME = "nafi", "name"
 _ASK_AGAIN = 60.0  # seconds
+# So long may a reply take: a thousand nodes of a simulation answer one after the other.
+_PATIENCE = 600.0
 
 
 def introduction(name: str) -> RecordDict:
@@ -58,10 +60,14 @@ class Roster:
     def _introduced(self, post: Post) -> list[str]:
         """The names of the nodes that are online; those that are new are asked."""
         online = post.nodes()
-        # A node that was started again has lost the question.
-        late = time.monotonic() - _ASK_AGAIN
-        self._questions = {n: q for n, q in self._questions.items() if q[1] > late}
-        asked = {node for node, _ in self._questions.values()}
+        # A node that was started again has lost the question, one that is slow has not.
+        now = time.monotonic()
+        self._questions = {
+            number: (node, when)
+            for number, (node, when) in self._questions.items()
+            if node not in self.names and when > now - _PATIENCE
+        }
+        asked = {node for node, when in self._questions.values() if when > now - _ASK_AGAIN}
         for node in sorted(set(online) - set(self.names) - asked):
             question = Message(
                 RecordDict(), node, MessageType.QUERY, ttl=MORE_SECONDS, group_id="names"

@@ -7,26 +7,35 @@ both directions; they differ in the penalty and in the order of the groups alone
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 from nafi.errors import InputError
 from nafi.fusion.budget import BUDGET, read_budget
 from nafi.fusion.clients import Clients
-from nafi.fusion.cluster import map_on_ray
+from nafi.fusion.cluster import Run, connected, run_on
 from nafi.fusion.descent import Descent, MatchingOptions
 from nafi.fusion.features import Moments
 from nafi.fusion.learned_bases import learn_bases
 from nafi.fusion.method import AligningMethod, Alignment, Progress
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, check_clip
+from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
-from nafi.fusion.tree import Summary, align_groups, check_tree, groups_of, summarise
+from nafi.fusion.tree import (
+    Places,
+    Summary,
+    align_clients,
+    check_tree,
+    groups_of,
+    join_groups,
+    match_groups,
+    summarise,
+)
 from nafi.fusion.widths import MAX_WIDTH, MaxWidth, largest_factor, width_limits
 from nafi.graph import Inputs, ModelSpec
-from nafi.matching import DIVERGENCES, Owners
+from nafi.matching import DIVERGENCES, Matching, Owners
 from nafi.options import Constraint, number, one_of, one_or_several, option, optional, whole
 
 DIRECTIONS = ("bottom-up", "top-down")
@@ -38,6 +47,8 @@ ADDRESS = Constraint(
 )
 # Where nothing else says how wide the fused network is to be.
 PENALTY = 0.4
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +67,9 @@ class Bayesian(MatchingOptions, AligningMethod):
         an order
     match_by: with a probe, "responses" to it, or "weights" as without one
     tree: match groups of at most so many models first, then their posteriors, in which a neuron of
-        n models counts for n. For thousands of models: groups can be matched side by side, and
-        each neuron is compared with those of its own group alone. By weights, without a probe
-    ray: match the groups of a tree on Ray: "local" for the processors of this machine, or the
+        n models counts for n, and then place every model among what was found. For thousands of
+        models: groups can be worked on side by side. By weights, without a probe
+    ray: work on the groups of a tree on Ray: "local" for the processors of this machine, or the
         address of a cluster whose nodes see the same files
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the
@@ -123,32 +134,48 @@ class Bayesian(MatchingOptions, AligningMethod):
             return learn_bases(networks, descent.alignment, progress, self.seed)
         return descent.alignment
 
+    def fuse(self, prepared: Networks, progress: Progress) -> FusionResult:
+        with connected(self.ray):
+            return super().fuse(prepared, progress)
+
+    @property
+    def run(self) -> Run:
+        return run_on(self.ray)
+
     def _align_tree(self, networks: Networks, size: int, progress: Progress) -> Alignment:
         """Where neurons go, by groups of clients."""
         check_tree(networks)
         groups = groups_of(networks, size)
-        limits = self._limits(networks)
+        limits, steps = self._limits(networks), 2 * len(groups) + 1
         work = _Work(self, networks, limits)
-
-        def summaries() -> Iterator[Summary]:
-            found = (
-                map(partial(_summarise, work), groups)
-                if self.ray is None
-                else map_on_ray(self.ray, _summarise, work, groups)
-            )
-            for done in range(len(groups)):
-                progress(f"group {done + 1} of {len(groups)}", done, len(groups) + 1)
-                yield next(found)
 
         def match_summaries(
             stands: Networks, owners: list[dict[str, Owners]], noises: dict[str, float]
         ) -> Descent:
-            progress("all groups", len(groups), len(groups) + 1)
-            descent = replace(self.descent(stands, limits=limits), owners=owners, noises=noises)
-            descent.run(self.direction, lambda step, done, total: None)
-            return descent
+            progress("all groups", len(groups), steps)
+            descent = replace(
+                self.descent(stands, limits=limits),
+                owners=owners,
+                noises=noises,
+                keeps_neurons=True,
+            )
+            return self._steps(descent)
 
-        return align_groups(networks, groups, summaries(), match_summaries, self.noise)
+        summaries = self.run(_summarise, work, groups)
+        told = _telling(summaries, progress, "group", 0, len(groups), steps)
+        top = match_groups(networks, groups, told, match_summaries, self.noise)
+        known = replace(work, noises=top.noises, known=top.matchings)
+        joined = self.run(_join, known, groups)
+        told_again = _telling(
+            joined, progress, "models of group", len(groups) + 1, len(groups), steps
+        )
+        return align_clients(networks, groups, told_again, top.matchings)
+
+    def _steps(self, descent: Descent) -> Descent:
+        """All steps; widths that must agree do so at the end of a tree, when clients are placed."""
+        for group in descent.steps(self.direction):
+            descent.step(group)
+        return descent
 
     def descent(
         self,
@@ -182,22 +209,40 @@ class Bayesian(MatchingOptions, AligningMethod):
 
 @dataclass(frozen=True)
 class _Work:
-    """What the groups of a tree have in common."""
+    """What the groups of a tree have in common.
+
+    noises, known: the precision of a column and what all groups have found, by group of neurons
+    """
 
     method: Bayesian
     networks: Networks
     limits: Mapping[str, int]
+    noises: Mapping[str, float] = field(default_factory=dict)
+    known: Mapping[str, Matching] = field(default_factory=dict)
 
 
 def _summarise(work: _Work, members: Sequence[int]) -> Summary:
     """What one group of clients says; here, or on a worker of a cluster."""
 
     def match_group(group: Networks) -> Descent:
-        descent = work.method.descent(group, limits=work.limits)
-        descent.run(work.method.direction, lambda step, done, total: None)
-        return descent
+        return work.method._steps(work.method.descent(group, limits=work.limits))
 
     return summarise(work.networks.group(members), match_group)
+
+
+def _join(work: _Work, members: Sequence[int]) -> Places:
+    """Where the clients of one group go; here, or on a worker of a cluster."""
+    descent = work.method.descent(work.networks.part(members), limits=work.limits)
+    return join_groups(replace(descent, noises=work.noises), work.known)
+
+
+def _telling(
+    found: Iterator[_Item], progress: Progress, what: str, before: int, count: int, steps: int
+) -> Iterator[_Item]:
+    """What was found, saying before each which comes next."""
+    for done in range(count):
+        progress(f"{what} {done + 1} of {count}", before + done, steps)
+        yield next(found)
 
 
 @dataclass(frozen=True, kw_only=True)

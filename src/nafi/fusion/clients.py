@@ -8,7 +8,7 @@ fit raises an error that names the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ class Clients:
     class_counts: (S, K) samples per model and class, if known
     sample_counts: (S,) samples per model, if known
     input_moments: for each model weight -> mean squares of its inputs, if known
+    among: `model_weights` and `class_weights` that are known from more models than these
     """
 
     models: Sequence[nn.Module]
@@ -45,6 +46,7 @@ class Clients:
     class_counts: Array | None
     sample_counts: Array | None
     input_moments: Sequence[Mapping[str, Array]] | None = None
+    among: tuple[Array, Array | None] | None = None
 
     def __len__(self) -> int:
         return len(self.models)
@@ -78,9 +80,17 @@ class Clients:
             None if moments is None else [moments[s] for s in chosen],
         )
 
+    def part(self, chosen: Sequence[int]) -> Clients:
+        """Some of them, each with the weight that it has among all."""
+        index, classes = list(chosen), self.class_weights
+        weights = self.model_weights[index], None if classes is None else classes[index]
+        return replace(self.only(*chosen), among=weights)
+
     @property
     def model_weights(self) -> Array:
         """(S,) the weight of each model, 1 on average: by samples, unless classes say more."""
+        if self.among is not None:
+            return self.among[0]
         if self.sample_counts is None or self.class_counts is not None:
             return np.ones(len(self))
         return np.asarray(self.sample_counts / self.sample_counts.mean())
@@ -88,6 +98,8 @@ class Clients:
     @property
     def class_weights(self) -> Array | None:
         """(S, K) the share of each class that a model has seen, 1 on average over the models."""
+        if self.among is not None:
+            return self.among[1]
         if self.class_counts is None:
             return None
         totals = self.class_counts.sum(axis=0)

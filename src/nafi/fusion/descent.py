@@ -7,7 +7,7 @@ orders the columns of what comes next.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from nafi.fusion.networks import Networks
 from nafi.fusion.responses import response_table
 from nafi.fusion.rotation import circuit_table, common_bases
 from nafi.graph import Freedom, ModelSpec, Placement, Positions, equal_widths
-from nafi.matching import POPULARITY, Index, Matching, Owners, match
+from nafi.matching import POPULARITY, Index, Matching, Owners, match, place
 from nafi.options import Options, number, one_of, option, optional, whole
 
 # The spread of the penalty is counted for so many columns, those of the paper's first layer. It
@@ -72,13 +72,31 @@ class MatchingOptions(Options, ABC):
             prior_precision=prior,
             mass=self.mass,
             penalty=penalty,
-            dimension=PENALTY_COLUMNS if self.noise_precision is None else None,
+            dimension=self._columns,
             divergence=divergence,
             sweeps=self.sweeps,
             max_width=limit,
             compat=self.compat,
             seed=self.seed,
         )
+
+    def place(self, table: NeuronTable, known: Matching, noise: float) -> list[Index]:
+        """Where the rows of a table go among neurons that stay as they are."""
+        penalty, divergence = self.cost
+        return place(
+            table.neurons,
+            known,
+            precisions=_scaled(table, noise),
+            penalty=penalty,
+            dimension=self._columns,
+            divergence=divergence,
+            compat=self.compat,
+        )
+
+    @property
+    def _columns(self) -> int | None:
+        """For how many columns the spread of the penalty is counted; None for all."""
+        return PENALTY_COLUMNS if self.noise_precision is None else None
 
     def noise(self, total: float, count: int) -> float:
         """The precision of a column of weight 1; total, count: the `energy` of all neurons."""
@@ -95,6 +113,7 @@ class Descent:
     match_by: "weights", or "responses" on the networks' probe
     owners, noises: for networks that stand for groups of clients: how many each neuron stands for,
         by client and group, and the precision of a column by group
+    keeps_neurons: whether `matchings` keep what global neurons are
     energies: group -> squared norms of all neurons and how many there are, of what is matched
     """
 
@@ -106,6 +125,7 @@ class Descent:
     match_by: str = "weights"
     owners: Sequence[Mapping[str, Owners]] | None = None
     noises: Mapping[str, float] = field(default_factory=dict)
+    keeps_neurons: bool = False
     energies: dict[str, tuple[float, int]] = field(default_factory=dict)
     placements: list[dict[str, Placement]] = field(default_factory=list)
     matchings: dict[str, Matching] = field(default_factory=dict)
@@ -124,26 +144,26 @@ class Descent:
         names = self.networks.spec.groups
         return {n: self.placements[0][n].width for n in names if n in self.placements[0]}
 
+    def join(self, known: Mapping[str, Matching]) -> None:
+        """Place neurons among those that are known, group after group."""
+        for group, matching in known.items():
+            table = self._table(group)
+            places = self.options.place(table, matching, self._noise(group, table))
+            self._place(group, places, matching.width)
+
     def run(self, direction: str, progress: Progress) -> None:
-        """Match all groups that are left."""
+        """Match all groups that are left, and make widths agree that must."""
         total = len(self.networks.spec.groups)
-        while len(self.placements[0]) < total:
-            group = next_group(self.networks, direction, list(self.placements[0]))
+        for group in self.steps(direction):
             progress(group, len(self.placements[0]), total)
             self.step(group)
-        self._equalise()
+        equalise(self.networks, self.placements)
         progress("merging", total, total)
 
-    def _equalise(self) -> None:
-        """Give groups that are tied widths that agree; places that nobody owns are zero."""
-        if self.widths == self.networks.spec.widths:
-            return  # a client has them, so they agree
-        for tie in self.networks.tied_widths:
-            for name, width in equal_widths(tie, self.widths).items():
-                for placements in self.placements:
-                    place = placements[name]
-                    assert isinstance(place, Positions)
-                    placements[name] = Positions(place.index, width)
+    def steps(self, direction: str) -> Iterator[str]:
+        """Which group to match next, as long as one is left."""
+        while len(self.placements[0]) < len(self.networks.spec.groups):
+            yield next_group(self.networks, direction, list(self.placements[0]))
 
     def step(self, group: str) -> None:
         """Match one group, and those within it."""
@@ -156,7 +176,7 @@ class Descent:
         else:
             table = self._table(group)
             matching = self._match(table, self.limits[group], self._noise(group, table))
-            self.matchings[group] = matching.without_neurons()
+            self.matchings[group] = matching if self.keeps_neurons else matching.without_neurons()
             self._place(group, matching.assignments, matching.width)
         for name in inside:
             self.step(name)
@@ -227,13 +247,26 @@ class Descent:
         for s in self.networks.ranking:
             of_client = self.placements[s][group]
             assert isinstance(of_client, Positions)
-            for local, place in enumerate(of_client.index.tolist()):
-                owned[place].append((s, local))
+            for local, at in enumerate(of_client.index.tolist()):
+                owned[at].append((s, local))
         return owned
 
     def _place(self, group: str, assigned: Sequence[Index], width: int) -> None:
         for placements, places in zip(self.placements, assigned, strict=True):
             placements[group] = Positions(torch.from_numpy(places), width)
+
+
+def equalise(networks: Networks, placements: Sequence[dict[str, Placement]]) -> None:
+    """Give groups that are tied widths that agree, in place; places that nobody owns are zero."""
+    widths = {name: place.width for name, place in placements[0].items()}
+    if widths == networks.spec.widths:
+        return  # a client has them, so they agree
+    for tie in networks.tied_widths:
+        for name, width in equal_widths(tie, widths).items():
+            for of_client in placements:
+                place = of_client[name]
+                assert isinstance(place, Positions)
+                of_client[name] = Positions(place.index, width)
 
 
 def energy(table: NeuronTable) -> tuple[float, int]:

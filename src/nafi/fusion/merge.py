@@ -7,12 +7,14 @@ as a true zero: the client's function has no such path.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from nafi.fusion.cluster import Run, in_turn
 from nafi.fusion.networks import Networks
 from nafi.fusion.screen import NETWORKS_AGREE, Screen, as_real
 from nafi.graph import (
@@ -37,6 +39,8 @@ def merge_tensors(
     restore_norm: bool,
     names: Collection[str] | None = None,
     screen: Screen | None = None,
+    parts: Sequence[Sequence[int]] | None = None,
+    run: Run = in_turn,
 ) -> dict[str, Tensor]:
     """Average all clients' tensors where their neurons went.
 
@@ -46,6 +50,8 @@ def merge_tensors(
         averaging does not shrink.
     names: the tensors to average; all of them by default
     screen: leave out what is unusual; its `clip` must have been applied before
+    parts: clients that are summed apart, by `run`; the result depends on the parts, by rounding,
+        but not on where they are summed. A screen that trims sees all clients at once
 
     Cost: every tensor once for each client; memory: a few copies of the largest tensor, with a
     screen that trims as many as there are clients.
@@ -54,21 +60,60 @@ def merge_tensors(
     clients.check_classes(spec)
     merged: dict[str, Tensor] = {}
     chosen = list(spec.tensors if names is None else names)
-    trimming = screen if screen is not None and screen.trim else None
-    heard = None if trimming is None else _heard(networks, placements, chosen, trimming)
+    numbers = [name for name in chosen if holds_numbers(networks.states[0][name])]
+    everyone = range(len(placements))
+    all_sums: Iterator[_Sums | _Trimmed]
+    if screen is not None and screen.trim:
+        heard = _heard(networks, placements, chosen, screen)
+        all_sums = (
+            _summed(_Trimmed(screen, heard), networks, placements, name, everyone)
+            for name in numbers
+        )
+    else:
+        all_sums = _summed_by_parts(networks, placements, numbers, parts or [everyone], run)
     for name in chosen:
-        dtype = networks.states[0][name].dtype
-        if not holds_numbers(networks.states[0][name]):
+        if name not in numbers:
             merged[name] = _first_owner(networks, placements, name)
             continue
-        sums = _Sums() if trimming is None or heard is None else _Trimmed(trimming, heard)
-        for s, weight in enumerate(clients.weights_of(spec.tensors[name])):
-            sums.add(networks, placements[s], name, s, torch.as_tensor(weight))
+        dtype, sums = networks.states[0][name].dtype, next(all_sums)
         mean = sums.mean(spec.tensors[name].neutral)
         if restore_norm and sums.rest:
             mean /= sums.shrinkage(mean)
         merged[name] = mean.to(dtype)
     return merged
+
+
+def _summed_by_parts(
+    networks: Networks,
+    placements: Sequence[Placements],
+    names: Sequence[str],
+    parts: Sequence[Sequence[int]],
+    run: Run,
+) -> Iterator[_Sums]:
+    """The sums of each tensor over all clients, one tensor after the other."""
+    tasks = [(name, part) for name in names for part in parts]
+    found = run(_part_summed, (networks, placements), tasks)
+    for _ in names:
+        sums = next(found)
+        for _ in parts[1:]:
+            sums.include(next(found))
+        yield sums
+
+
+def _part_summed(
+    shared: tuple[Networks, Sequence[Placements]], task: tuple[str, Sequence[int]]
+) -> _Sums:
+    return _summed(_Sums(), *shared, *task)
+
+
+def _summed(
+    sums: _Some, networks: Networks, placements: Sequence[Placements], name: str, s: Sequence[int]
+) -> _Some:
+    """Sums of one tensor with these clients added."""
+    weights = networks.clients.weights_of(networks.spec.tensors[name])
+    for index in s:
+        sums.add(networks, placements[index], name, index, torch.as_tensor(weights[index]))
+    return sums
 
 
 def _heard(
@@ -100,10 +145,14 @@ def merged_network(
     *,
     restore_norm: bool,
     screen: Screen | None = None,
+    parts: Sequence[Sequence[int]] | None = None,
+    run: Run = in_turn,
 ) -> nn.Module:
     """The network of what `merge_tensors` gives, its normalisation as it was merged."""
     merging = networks.merging
-    state = merge_tensors(merging, placements, restore_norm=restore_norm, screen=screen)
+    state = merge_tensors(
+        merging, placements, restore_norm=restore_norm, screen=screen, parts=parts, run=run
+    )
     return merging.build(state, widths)
 
 
@@ -165,6 +214,14 @@ class _Sums:
         self.values = lifted if self.values is None else self.values.add_(lifted)
         self.owners = self.owners + weight * lifted_rows(name, spec, placements)
         self.rest = rest
+
+    def include(self, others: _Sums) -> None:
+        """Add the sums over other clients."""
+        assert self.values is not None
+        assert others.values is not None
+        self.values += others.values
+        self.owners = self.owners + others.owners
+        self.norms = self.norms + others.norms
 
     def mean(self, neutral: float) -> Tensor:
         owned = self.owners > 0
@@ -229,6 +286,9 @@ class _Trimmed:
     def _cut(self) -> int:
         """How many may still be harmful of those that are heard."""
         return max(0, self.screen.cut(len(self.heard)) - int((~self.heard).sum()))
+
+
+_Some = TypeVar("_Some", _Sums, _Trimmed)
 
 
 def _norm(tensor: Tensor, axes: Sequence[int]) -> Tensor:

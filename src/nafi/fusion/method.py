@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
+from nafi.fusion.cluster import Run, in_turn
 from nafi.fusion.merge import finished_network, merged_network
 from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.refit import Refit, refit
@@ -118,11 +119,13 @@ class Alignment:
     placements: for each client group -> the places of its neurons
     widths: group -> neurons of the fused network
     matchings: group -> the matching behind it, for methods that have one
+    parts: clients whose tensors are summed apart, one part after the other or side by side
     """
 
     placements: Sequence[Mapping[str, Placement]]
     widths: Mapping[str, int]
     matchings: Mapping[str, Matching] = field(default_factory=dict)
+    parts: Sequence[Sequence[int]] | None = None
 
     @cached_property
     def assignments(self) -> dict[str, tuple[Index, ...]]:
@@ -164,6 +167,11 @@ class AligningMethod(Method):
         """Whether merged neurons get the norm of their members."""
         return self.restore_norm
 
+    @property
+    def run(self) -> Run:
+        """How the parts of an alignment are worked on."""
+        return in_turn
+
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
         """The clients' networks with groups found and normalisation folded."""
         return prepare_networks(clients, example_inputs, spec, self.batchnorm)
@@ -187,7 +195,13 @@ class AligningMethod(Method):
         alignment = self.align(prepared, progress)
         placements, widths = alignment.placements, alignment.widths
         model = merged_network(
-            prepared, placements, widths, restore_norm=self.restores_norm, screen=self.screen
+            prepared,
+            placements,
+            widths,
+            restore_norm=self.restores_norm,
+            screen=self.screen,
+            parts=alignment.parts,
+            run=self.run,
         )
         refitted = Refit()
         if prepared.probe is not None and self.refit:

@@ -141,14 +141,24 @@ class Networks:
 
     def group(self, chosen: Sequence[int]) -> Networks:
         """Some of the clients, with the first of all as a template."""
+        return self._some(chosen, self.clients.only(*chosen))
+
+    def part(self, chosen: Sequence[int]) -> Networks:
+        """The same, each client with the weight that it has among all."""
+        return self._some(chosen, self.clients.part(chosen))
+
+    def _some(self, chosen: Sequence[int], clients: Clients) -> Networks:
         states = self.states
-        return self.with_clients(
-            self.clients.only(*chosen),
+        twin = self.with_clients(
+            clients,
             [self.specs[s] for s in chosen],
             states.chosen(chosen)
             if isinstance(states, StoredStates)
             else tuple(states[s] for s in chosen),
         )
+        rank = {s: place for place, s in enumerate(self.ranking)}  # nothing is read again for it
+        vars(twin)["ranking"] = sorted(range(len(chosen)), key=lambda k: rank[chosen[k]])
+        return twin
 
     def with_clients(
         self, clients: Clients, specs: Sequence[ModelSpec], states: Sequence[Mapping[str, Tensor]]

@@ -1,9 +1,11 @@
-"""Groups of clients matched apart, and then what each group says with the others.
+"""Groups of clients matched apart, then what each group says with the others, then every client.
 
 Hides: that a client may be a group of clients. Promises: the posterior of a group, its mean neurons
-and how many clients own each, stands for the group; given where neurons go, the fused network is
-that of all clients at once. The order in which neurons are compared is another one, so where they
-go may differ.
+and how many clients own each, stands for the group. What the groups have found together stays as it
+is while every client looks for its place in it: a client is not bound to what its group decided,
+and the clients of a group need to know nothing of the others. Given where neurons go, the fused
+network is that of all clients at once. The order in which neurons are compared is another one, so
+where they go may differ.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
-from nafi.fusion.descent import Descent
+from nafi.fusion.descent import Descent, equalise
 from nafi.fusion.merge import merge_tensors
 from nafi.fusion.method import Alignment
 from nafi.fusion.networks import Networks
 from nafi.fusion.stored import Spill, StoredModels
 from nafi.graph import Inputs, Placement, Positions
-from nafi.matching import Index, Owners
+from nafi.matching import Index, Matching, Owners
 
 # What a client's network, or a group of them, looks like to whoever matches groups.
 Match = Callable[[Networks], Descent]
+# For each client of a group: group of neurons -> the place of each.
+Places = Sequence[Mapping[str, Index]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +40,11 @@ class Summary:
     """What a group of clients says, once their neurons are matched.
 
     state: the mean over the owners of each tensor, neurons in the group's order
-    places: group of neurons -> for each client where its neurons went
     counts: group of neurons -> (J,) how many clients own each
     energies: group of neurons -> squared norms of all clients' neurons, and how many there are
     """
 
     state: Mapping[str, Tensor]
-    places: Mapping[str, Sequence[Index]]
     counts: Mapping[str, Index]
     energies: Mapping[str, tuple[float, int]]
 
@@ -61,23 +63,24 @@ def summarise(networks: Networks, match: Match) -> Summary:
     """Match the clients of one group with each other."""
     descent = match(networks)
     placements, widths = descent.placements, descent.widths
-    places = {name: [_index(client[name]) for client in placements] for name in widths}
     counts = {
-        name: np.bincount(np.concatenate(index), minlength=widths[name])
-        for name, index in places.items()
+        name: np.bincount(
+            np.concatenate([_index(client[name]) for client in placements]), minlength=width
+        )
+        for name, width in widths.items()
     }
     state = merge_tensors(networks, placements, restore_norm=False)
-    return Summary(state, places, counts, descent.energies)
+    return Summary(state, counts, descent.energies)
 
 
-def align_groups(
+def match_groups(
     networks: Networks,
     groups: Sequence[Sequence[int]],
     summaries: Iterable[Summary],
     match_summaries: Callable[[Networks, list[dict[str, Owners]], dict[str, float]], Descent],
     noise: Callable[[float, int], float],
-) -> Alignment:
-    """Where the neurons of all clients go, by way of those of their groups.
+) -> Descent:
+    """Match what groups say with each other.
 
     summaries: of each group, taken one at a time; what is kept of them in memory is small
     match_summaries: matches networks whose neurons stand for several clients
@@ -98,8 +101,43 @@ def align_groups(
         )
         for name in kept[0].energies
     }
-    descent = match_summaries(_of_summaries(networks, groups, kept, spill), owners, noises)
-    return _composed(descent, groups, kept)
+    return match_summaries(_of_summaries(networks, groups, kept, spill), owners, noises)
+
+
+def join_groups(descent: Descent, known: Mapping[str, Matching]) -> Places:
+    """Where the clients of one group belong among what all groups have found."""
+    descent.join(known)
+    return [
+        {name: _index(place) for name, place in client.items()} for client in descent.placements
+    ]
+
+
+def align_clients(
+    networks: Networks,
+    groups: Sequence[Sequence[int]],
+    found: Iterable[Places],
+    known: Mapping[str, Matching],
+) -> Alignment:
+    """Where the neurons of all clients go; what no client has joined is left out.
+
+    found: for each group what `join_groups` returned
+    known: group of neurons -> the matching of all groups
+    """
+    pairs = zip(groups, found, strict=True)
+    of_client = {s: at for members, places in pairs for s, at in zip(members, places, strict=True)}
+    placements: list[dict[str, Placement]] = [{} for _ in of_client]
+    matchings = {}
+    for name, matching in known.items():
+        places = [of_client[s][name] for s in range(len(placements))]
+        used, numbers = np.unique(np.concatenate(places), return_inverse=True)
+        ends = np.cumsum([len(index) for index in places])
+        assigned = np.split(numbers, ends[:-1])
+        matchings[name] = matching.with_assignments(assigned, len(used))
+        for of_one, index in zip(placements, assigned, strict=True):
+            of_one[name] = Positions(torch.from_numpy(index), len(used))
+    equalise(networks, placements)
+    widths = {name: placements[0][name].width for name in networks.spec.groups}
+    return Alignment(placements, widths, matchings, groups)
 
 
 def check_tree(networks: Networks) -> None:
@@ -150,28 +188,6 @@ class _SummaryModels(StoredModels):
 
     def network(self, index: int) -> nn.Module:
         raise NotImplementedError
-
-
-def _composed(
-    descent: Descent, groups: Sequence[Sequence[int]], kept: Sequence[Summary]
-) -> Alignment:
-    """Client -> group -> all."""
-    found: dict[int, dict[str, Placement]] = {}
-    for top, members, summary in zip(descent.placements, groups, kept, strict=True):
-        for place, s in enumerate(members):
-            found[s] = {
-                name: Positions(
-                    torch.from_numpy(_index(top[name])[summary.places[name][place]]),
-                    top[name].width,
-                )
-                for name in descent.widths
-            }
-    placements = [found[s] for s in range(len(found))]
-    matchings = {
-        name: replace(matching, assignments=tuple(_index(client[name]) for client in placements))
-        for name, matching in descent.matchings.items()
-    }
-    return Alignment(placements, descent.widths, matchings)
 
 
 def _index(place: Placement) -> Index:

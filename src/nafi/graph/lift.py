@@ -6,9 +6,9 @@ is found where its neurons went, and a neuron that it does not have is zero.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Positions:
     index: Tensor
     width: int
 
+    def __reduce__(self) -> tuple[Callable[..., Positions], tuple[list[Any], int]]:
+        """As numbers: torch pickles each tensor as an archive, thirty times as slow."""
+        return _positions, (self.index.tolist(), self.width)
+
     def spread(self, block: Tensor, dim: int, consumed: bool) -> Tensor:
         shape = list(block.shape)
         shape[dim] = self.width
@@ -57,6 +61,10 @@ class Positions:
         form[parent], form[dim] = self.index.shape
         index = (self.index if parent < dim else self.index.T).reshape(form)
         return block.new_zeros(shape).scatter_(dim, index.expand(block.shape), block)
+
+
+def _positions(index: list[Any], width: int) -> Positions:
+    return Positions(torch.tensor(index, dtype=torch.int64), width)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Bayesian matching of neurons: plain arrays in, no torch and no networks."""
 
-from nafi.matching.api import match, match_path
+from nafi.matching.api import match, match_path, place
 from nafi.matching.columns import Index
 from nafi.matching.divergence import DIVERGENCES
 from nafi.matching.inputs import Owners, Streamed
@@ -17,4 +17,5 @@ __all__ = [
     "Sweep",
     "match",
     "match_path",
+    "place",
 ]

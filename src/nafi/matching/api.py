@@ -1,4 +1,4 @@
-"""`match` and `match_path`: the public face of the matching core.
+"""`match`, `match_path` and `place`: the public face of the matching core.
 
 Hides: how options become checked inputs, a cost and a descent.
 Promises: bad options raise `InputError` before any work is done.
@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from nafi.errors import InputError
+from nafi.matching.columns import Index
 from nafi.matching.cost import CostModel, EvidenceCost, PenalisedCost
 from nafi.matching.descent import CoordinateDescent
 from nafi.matching.divergence import Divergence, divergence_named
 from nafi.matching.inputs import LARGEST, MatchingInput, Owners, Streamed, make_input
+from nafi.matching.posterior import Posterior
 from nafi.matching.prior import popularity_named
 from nafi.matching.products import products_named
 from nafi.matching.result import Matching
@@ -146,6 +148,51 @@ def match_path(
     rng = np.random.default_rng(_whole(seed, "seed", at_least=0))
     multiply = products_named(products)
     return CoordinateDescent(inputs, costs, prior, limit, multiply).run(passes, rng)
+
+
+def place(
+    neurons: Sequence[npt.ArrayLike],
+    found: Matching,
+    *,
+    precisions: float | Sequence[npt.ArrayLike] = 1.0,
+    penalty: float = 0.1,
+    divergence: str = "kl",
+    dimension: float | None = None,
+    compat: str = "paper",
+) -> list[Index]:
+    """Where the neurons of more models go among the global neurons of a matching.
+
+    Every model is asked alone, as if it came after all models of the matching. Global neurons stay
+    as they are, and none is opened, so the order of the models does not matter. For options see
+    `match`; those of the prior are the matching's.
+
+    Returns for each model a (J_s,) array, the global neuron of each local one.
+    """
+    rows, precision, owners = found.summary()
+    known: Sequence[npt.ArrayLike] = [rows, *neurons]
+    if isinstance(neurons, Streamed):
+        read = neurons.read
+        known = Streamed(
+            [len(rows), *neurons.widths], rows.shape[1], lambda s: read(s - 1) if s else rows
+        )
+    alone = isinstance(precisions, Real) or getattr(precisions, "ndim", None) == 0
+    each: list[Any] = [precisions] * len(neurons) if alone else list(precisions)  # type: ignore[arg-type]
+    inputs = make_input(
+        known,
+        [precision, *each],
+        *found.prior_of_columns,
+        [owners, *[None] * len(neurons)],
+    )
+    if inputs.widest > found.width:
+        raise InputError(f"place: a model is wider than the {found.width} neurons of the matching")
+    spread = len(inputs.columns.order) if dimension is None else dimension
+    cost = _costs([penalty], divergence_named(divergence), _number(spread, "dimension", 0.0))
+    prior = popularity_named(compat, found.models + 1, 1.0)  # nothing is opened: no mass matters
+    posterior = Posterior(inputs)
+    posterior.taken(spare=found.width)
+    posterior.observe(0, np.arange(found.width))
+    descent = CoordinateDescent(inputs, cost, prior, found.width)
+    return [descent.joined(posterior, s) for s in range(1, len(inputs.models))]
 
 
 def _summarised(neurons: Any, precisions: Any, owners: Any) -> tuple[Any, Any, Any]:

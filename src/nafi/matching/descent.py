@@ -79,6 +79,12 @@ class CoordinateDescent:
             results |= {cost: self._matching(branch) for cost in branch.costs}
         return [results[cost] for cost in range(len(self.costs))]
 
+    def joined(self, posterior: Posterior, s: int) -> Index:
+        """(J,) the best assignment of model s to global neurons that stay as they are."""
+        model, taken = self.inputs.models[s], np.flatnonzero(posterior.taken())
+        neurons = self._global_neurons(posterior, taken, model, diverged=1)
+        return self.best(0, neurons, len(taken), model)
+
     def best(
         self, cost: int, neurons: Iterable[GlobalNeurons], existing: int, model: LocalModel
     ) -> Index:

@@ -19,6 +19,9 @@ from nafi.matching.columns import Array
 from nafi.matching.gaussian import Gaussian
 from nafi.matching.quadratic import Quadratic
 
+# Steps are taken together as long as there are no more numbers than this: 512 KB.
+_NUMBERS = 2**16
+
 
 class Divergence(ABC):
     """One divergence between the Gaussian before and after an observation."""
@@ -56,12 +59,14 @@ class Divergence(ABC):
         sizes = posterior.columns.sizes
         one = precision / steps
         factor, spread = np.zeros_like(first), np.zeros_like(first)
-        for step in range(steps):
+        at_once = max(1, _NUMBERS // max(1, first.size))
+        for start in range(0, steps, at_once):
+            step = np.arange(start, min(start + at_once, steps))[:, None, None]
             before = first + step * one
             after = before + one
-            nearer = first / before if step else 1.0
-            factor += self.weight(before, after) * (one / after * nearer) ** 2
-            spread += self.spread(before, after)
+            nearer = first / before
+            factor += (self.weight(before, after) * (one / after * nearer) ** 2).sum(axis=0)
+            spread += self.spread(before, after).sum(axis=0)
         offset = spread @ (sizes * (dimension / sizes.sum()))
         return Quadratic(offset, factor / first / first, -2.0 * factor / first, factor)
 

@@ -6,6 +6,7 @@ a summary to print.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -78,6 +79,25 @@ class Matching:
         mean = np.where(spread > 0, mean, 0.0)
         owners = Owners(self.counts, self.models)
         return columns.unsort(mean), columns.unsort(spread), owners
+
+    @property
+    def prior_of_columns(self) -> tuple[Array, Array]:
+        """(D,) the mean and the precision of the prior."""
+        columns = self.prior.columns
+        spread = np.broadcast_to(columns.spread(self.prior.precision), self.prior.eta.shape)
+        return columns.unsort(self.prior.mean)[0], columns.unsort(spread)[0]
+
+    def with_assignments(self, assignments: Sequence[Index], width: int) -> Matching:
+        """The same with other models, or the same ones elsewhere; without columns."""
+        bare = self.without_neurons()
+        none = np.zeros((width, 0))
+        return replace(
+            bare,
+            assignments=tuple(assignments),
+            posterior=replace(bare.posterior, eta=none, precision=none),
+            counts=np.bincount(np.concatenate(assignments), minlength=width),
+            converged=False,
+        )
 
     def without_neurons(self) -> Matching:
         """The same without columns, to save memory where no means are needed."""
