@@ -21,7 +21,7 @@ from nafi.fusion.networks import Networks
 from nafi.fusion.responses import response_table
 from nafi.fusion.rotation import circuit_table, common_bases
 from nafi.graph import Freedom, ModelSpec, Placement, Positions, equal_widths
-from nafi.matching import POPULARITY, Index, Matching, Owners, match
+from nafi.matching import POPULARITY, Index, Matching, Owners, Streamed, match
 from nafi.options import Options, number, one_of, option, optional, whole
 
 # The spread of the penalty is counted for so many columns, those of the paper's first layer. It
@@ -208,12 +208,12 @@ class Descent:
         table = self._table(group)
         unit = self._noise(group, table)
         parent = str(self.networks.spec.groups[group].parent)
-        assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in table.neurons]
+        widths = self.networks.local_widths(group)
+        heads = self.networks.local_widths(parent)
+        assigned = [np.zeros(shape, dtype=np.intp) for shape in zip(heads, widths, strict=True)]
         width = 0
         for member, owned in enumerate(self._owners(parent)):
-            rows = NeuronTable(
-                [table.neurons[s][head] for s, head in owned], [table.weights[s] for s, _ in owned]
-            )
+            rows = _within(table, owned, [widths[s] for s, _ in owned])
             matching = self.options.match(rows, self.limits[group], unit)
             self.matchings[f"{group}[{member}]"] = matching.without_neurons()
             for (s, head), places in zip(owned, matching.assignments, strict=True):
@@ -234,6 +234,22 @@ class Descent:
     def _place(self, group: str, assigned: Sequence[Index], width: int) -> None:
         for placements, places in zip(self.placements, assigned, strict=True):
             placements[group] = Positions(torch.from_numpy(places), width)
+
+
+def _within(
+    table: NeuronTable, owned: Sequence[tuple[int, int]], widths: Sequence[int]
+) -> NeuronTable:
+    """The neurons within heads that were matched with each other."""
+
+    def read(index: int) -> Array:
+        s, head = owned[index]
+        neurons: Array = table.neurons[s][head]
+        return neurons
+
+    weights = [table.weights[s] for s, _ in owned]
+    if isinstance(table.neurons, list):
+        return NeuronTable([read(index) for index in range(len(owned))], weights)
+    return NeuronTable(Streamed(widths, len(weights[0]), read), weights)
 
 
 def energy(table: NeuronTable) -> tuple[float, int]:
