@@ -196,9 +196,11 @@ class Descent:
     def _rotate(self, group: str) -> None:
         """Turn the bases of all clients into a common one."""
         parent = self.networks.spec.groups[group].parent
-        owners = None if parent is None else self._owners(parent)
+        heads = None
+        if parent is not None:
+            heads = [self._places(s, parent) for s in range(len(self.placements))]
         rotations = common_bases(
-            self.networks, group, self.placements, owners, self.match_by == "responses"
+            self.networks, group, self.placements, heads, self.match_by == "responses"
         )
         for placements, rotated in zip(self.placements, rotations, strict=True):
             placements[group] = rotated
@@ -225,11 +227,16 @@ class Descent:
         """For each global neuron the clients that have it, by rank, and which of theirs it is."""
         owned: list[list[tuple[int, int]]] = [[] for _ in range(self.placements[0][group].width)]
         for s in self.networks.ranking:
-            of_client = self.placements[s][group]
-            assert isinstance(of_client, Positions)
-            for local, place in enumerate(of_client.index.tolist()):
+            for local, place in enumerate(self._places(s, group)):
                 owned[place].append((s, local))
         return owned
+
+    def _places(self, s: int, group: str) -> list[int]:
+        """Where the neurons of one client went."""
+        of_client = self.placements[s][group]
+        assert isinstance(of_client, Positions)
+        places: list[int] = of_client.index.tolist()
+        return places
 
     def _place(self, group: str, assigned: Sequence[Index], width: int) -> None:
         for placements, places in zip(self.placements, assigned, strict=True):

@@ -8,7 +8,7 @@ layers, which do not depend on any basis within a head.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -30,38 +30,25 @@ from nafi.graph import (
 # How often each basis is turned towards the mean of the others.
 SWEEPS = 3
 
-# For each member of a parent, which clients have it and which of theirs it is.
-Owners = Sequence[Sequence[tuple[int, int]]]
-
 
 def common_bases(
     networks: Networks,
     group: str,
     placements: Sequence[Placements],
-    owners: Owners | None,
+    heads: Sequence[Sequence[int]] | None,
     by_responses: bool,
 ) -> list[Rotated]:
     """How each client's basis is turned (generalised Procrustes).
 
-    owners: for a group with a parent
+    heads: for a group with a parent, where each client's heads went
     by_responses: compare what layers read on the probe, where a group has no parent
     Cost: a singular value decomposition of width^2 numbers for each client and sweep.
     """
-    order = networks.ranking
-    rows = plain_responses(networks, group) if by_responses and owners is None else None
+    rows = plain_responses(networks, group) if by_responses and heads is None else None
     tables = _rows(networks, group, placements) if rows is None else [one[None] for one in rows]
-    places = [{0: 0}] * len(order) if owners is None else _places(owners, len(order))
-    maps = _turned(tables, places, order, networks.freedom(group))
-    return [Rotated(matrices if owners is not None else matrices[0]) for matrices in maps]
-
-
-def _places(owners: Owners, clients: int) -> list[dict[int, int]]:
-    """For each client the place of each of its heads."""
-    places: list[dict[int, int]] = [{} for _ in range(clients)]
-    for place, members in enumerate(owners):
-        for s, head in members:
-            places[s][head] = place
-    return places
+    places = [[0]] * len(tables) if heads is None else heads
+    maps = _turned(tables, places, networks.ranking, networks.freedom(group))
+    return [Rotated(matrices[0] if heads is None else matrices) for matrices in maps]
 
 
 def _rows(networks: Networks, group: str, placements: Sequence[Placements]) -> Sequence[Tensor]:
@@ -83,19 +70,20 @@ def _rows(networks: Networks, group: str, placements: Sequence[Placements]) -> S
 
 def _turned(
     tables: Sequence[Tensor],
-    places: Sequence[Mapping[int, int]],
+    places: Sequence[Sequence[int]],
     order: Sequence[int],
     freedom: Freedom,
 ) -> list[Tensor]:
     """(P, J, J) for each of several (P, J, D), such that rows of one place are alike once turned.
 
-    places: for each client the place of each of its P heads
+    places: for each client those of its P heads
     order: the clients, one after the other; each is read once, and once for each sweep
     Of each place, the first one stays as it is; each other one is turned towards the mean of those
     before it, and then some times towards that of all others.
     """
     closest = keeping_mean if freedom is Freedom.MEAN else closest_rotation
-    counts = Counter(place for client in places for place in client.values())
+    first: set[tuple[int, int]] = set()
+    counts = Counter(place for client in places for place in client)
     totals: dict[int, Tensor] = {}
     maps: dict[tuple[int, int], Tensor] = {}
 
@@ -112,13 +100,15 @@ def _turned(
         maps[s, head] = closest(one @ totals[place].T)
         totals[place] += maps[s, head].T @ one
 
-    first: set[tuple[int, int]] = set()
     for _ in range(1 + SWEEPS if max(counts.values()) > 2 else 1):
         for s in order:
             table = tables[s]
-            for head in places[s]:
-                turn(s, head, table[head])
-    return [torch.stack([maps[s, head] for head in sorted(places[s])]) for s in range(len(tables))]
+            for head, one in enumerate(table):
+                turn(s, head, one)
+    return [
+        torch.stack([maps[s, head] for head in range(len(of_client))])
+        for s, of_client in enumerate(places)
+    ]
 
 
 def circuit_table(

@@ -23,7 +23,7 @@ from nafi.graph import Inputs, named_tensors
 State = Mapping[str, Tensor]
 T = TypeVar("T")
 # A tensor of more bytes is not left mapped: the pages of a file stay in memory as long as it is.
-_MAPPED = 2**18
+_MAPPED = 2**20
 
 
 class StoredModels(Sequence[nn.Module], ABC):
