@@ -104,9 +104,9 @@ def memory(key: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(key)))
 
 
-def gpt(width: int, blocks: int) -> nn.Module:
+def gpt(width: int, blocks: int, heads: int = 8, words: int = WORDS) -> nn.Module:
     """With weights large enough for neurons to differ, and gains that are not one."""
-    model = GPT(transformer_widths(width, 8, blocks), WORDS).eval()
+    model = GPT(transformer_widths(width, heads, blocks), words).eval()
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

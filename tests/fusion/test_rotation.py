@@ -99,6 +99,26 @@ def test_procrustes_finds_the_maps_that_were_applied(freedom: Freedom) -> None:
     maps = [orthogonal(generator, 6, 6) for _ in range(3)]
     if freedom is Freedom.MEAN:
         maps = [keeping_mean(matrix) for matrix in maps]
-    found = _turned([rows, *[matrix @ rows for matrix in maps]], freedom)
-    for matrix, back in zip(maps, found[1:], strict=True):
+    tables = [rows[None], *[(matrix @ rows)[None] for matrix in maps]]
+    found = _turned(tables, [[0]] * 4, range(4), freedom)
+    for matrix, (back,) in zip(maps, found[1:], strict=True):
         torch.testing.assert_close(back.T @ matrix, torch.eye(6, dtype=torch.float64))
+
+
+def test_heads_are_turned_as_if_each_place_were_alone() -> None:
+    """Clients are read one after the other, whatever the places of their heads."""
+    generator = torch.Generator().manual_seed(0)
+    tables = [torch.randn(2, 5, 30, generator=generator, dtype=torch.float64) for _ in range(4)]
+    places = [[0, 1], [1, 0], [1, 2], [0, 1]]
+    order = [2, 0, 3, 1]
+    together = _turned(tables, places, order, Freedom.ROTATION)
+    for place in range(3):
+        members = [(s, h) for s in order for h, p in enumerate(places[s]) if p == place]
+        alone = _turned(
+            [tables[s][h][None] for s, h in members],
+            [[0]] * len(members),
+            range(len(members)),
+            Freedom.ROTATION,
+        )
+        for (s, head), (matrix,) in zip(members, alone, strict=True):
+            assert torch.equal(together[s][head], matrix)

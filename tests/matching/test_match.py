@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 import nafi
 from nafi.errors import InputError
 from nafi.matching import descent
+from nafi.matching import inputs as inputs_module
 from nafi.matching.divergence import DIVERGENCES
+from nafi.matching.inputs import make_input
 from nafi.matching.posterior import Posterior
 from tests.matching import oracle
 from tests.matching.strategies import Case, cases, random_posterior
@@ -156,6 +158,29 @@ def test_a_huge_precision_leaves_no_trace_in_the_precisions() -> None:
     posterior.observe(0, np.array([0]))
     posterior.forget(0)
     np.testing.assert_array_equal(posterior.at(np.array([0])).precision, expected)
+
+
+def test_there_are_no_more_slots_than_there_may_be_neurons() -> None:
+    inputs = make_input(noisy_subsets(0), 1.0, 0.0, 1.0)  # five models of six neurons
+    posterior = Posterior(inputs, most=8)
+    posterior.observe(0, np.arange(6))
+    assert len(posterior.eta) == len(posterior.taken(spare=6)) == 8
+    assert len(Posterior(inputs).eta) == 12
+    full = nafi.match(noisy_subsets(0), max_width=6)
+    assert full.width == len(full.posterior.eta) == 6
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_neurons_are_added_in_parts_with_the_same_bytes(
+    differ: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neurons = noisy_subsets(1)
+    precisions = [1.0 + s * np.arange(20) for s in range(5)] if differ else 2.0
+    whole = nafi.match(neurons, precisions=precisions, sweeps=2)
+    monkeypatch.setattr(inputs_module, "_SCRATCH", 50)  # two neurons of 20 columns
+    parts = nafi.match(neurons, precisions=precisions, sweeps=2)
+    np.testing.assert_array_equal(parts.posterior.eta, whole.posterior.eta)
+    np.testing.assert_array_equal(parts.means, whole.means)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.1])

@@ -73,11 +73,12 @@ class FileModels(StoredModels):
     ) -> None:
         self.paths = list(paths)
         self._make, self._inputs, self._prefix, self._trust = make, inputs, strip_prefix, trust
-        self._network = unwrapped(call_factory(make))
-        if lacks_weights(self._network):
+        network = unwrapped(call_factory(make))
+        if lacks_weights(network):
             raise InputError(
                 "networks with lazy layers cannot be read a tensor at a time: load them"
             )
+        self._own = {name: t.detach().to("meta") for name, t in named_tensors(network).items()}
         self._kinds: dict[object, _Kind] = {}
         self._kind: list[_Kind] = []
         self.class_counts: list[list[float] | None] = []
@@ -123,7 +124,7 @@ class FileModels(StoredModels):
 
     def _described(self, state: Mapping[str, Tensor], manifest: Manifest, label: str) -> _Kind:
         """What such a file holds, under the names of the network and in their order."""
-        own = named_tensors(self._network)
+        own = self._own
         shared = {other: state[name] for other, name in (manifest.aliases or {}).items()}
         found = without_prefix({**state, **shared}, own, self._prefix, label)
         difference = unlike(found, own)

@@ -49,7 +49,7 @@ def networks_of(
 ) -> Sequence[nn.Module]:
     """The clients' networks, read one at a time if the method can do with that."""
     screened = isinstance(method, AligningMethod) and method.screen.active
-    # The neurons of heads, and bases that may be turned, are compared in all networks at once.
+    # Heads, and bases that may be turned, are read many times.
     groups = architecture.spec.groups.values()
     at_once = any(group.parent is not None or group.rigid for group in groups)
     if screened or at_once or not method.streams:

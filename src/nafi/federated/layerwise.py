@@ -301,8 +301,7 @@ class Layerwise(Strategy[LayerwiseState]):
         return replace(
             networks,
             clients=replace(networks.clients, models=models),
-            original=original,
-            template=template,
+            make_template=lambda: template,
             architecture=spec,
             specs=(folded,) * count,
             states=tuple(states),

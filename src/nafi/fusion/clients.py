@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.errors import InputError, unlike
-from nafi.fusion.stored import StoredModels, StoredStates, chosen_models, outlines
+from nafi.fusion.stored import Reread, StoredModels, StoredStates, chosen_models, outlines
 from nafi.graph import (
     ModelSpec,
     TensorSpec,
@@ -27,6 +28,7 @@ from nafi.graph import (
 )
 
 Array = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +69,12 @@ class Clients:
     def outlines(self) -> Iterator[Mapping[str, Tensor]]:
         """The same where shapes and types are enough, perhaps without numbers."""
         return outlines(self.models)
+
+    def each(self, read: Callable[[int], T]) -> Sequence[T]:
+        """What is made of each; again whenever it is asked for where they stay in files."""
+        if self.stored:
+            return Reread(len(self), read)
+        return [read(s) for s in range(len(self))]
 
     def only(self, *chosen: int) -> Clients:
         """Some of them."""

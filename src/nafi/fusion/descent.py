@@ -21,7 +21,7 @@ from nafi.fusion.networks import Networks
 from nafi.fusion.responses import response_table
 from nafi.fusion.rotation import circuit_table, common_bases
 from nafi.graph import Freedom, ModelSpec, Placement, Positions, equal_widths
-from nafi.matching import POPULARITY, Index, Matching, Owners, match, place
+from nafi.matching import POPULARITY, Index, Matching, Owners, Streamed, match, place
 from nafi.options import Options, number, one_of, option, optional, whole
 
 # The spread of the penalty is counted for so many columns, those of the paper's first layer. It
@@ -216,9 +216,11 @@ class Descent:
     def _rotate(self, group: str) -> None:
         """Turn the bases of all clients into a common one."""
         parent = self.networks.spec.groups[group].parent
-        owners = None if parent is None else self._owners(parent)
+        heads = None
+        if parent is not None:
+            heads = [self._places(s, parent) for s in range(len(self.placements))]
         rotations = common_bases(
-            self.networks, group, self.placements, owners, self.match_by == "responses"
+            self.networks, group, self.placements, heads, self.match_by == "responses"
         )
         for placements, rotated in zip(self.placements, rotations, strict=True):
             placements[group] = rotated
@@ -228,12 +230,12 @@ class Descent:
         table = self._table(group)
         unit = self._noise(group, table)
         parent = str(self.networks.spec.groups[group].parent)
-        assigned = [np.zeros(neurons.shape[:2], dtype=np.intp) for neurons in table.neurons]
+        widths = self.networks.local_widths(group)
+        heads = self.networks.local_widths(parent)
+        assigned = [np.zeros(shape, dtype=np.intp) for shape in zip(heads, widths, strict=True)]
         width = 0
         for member, owned in enumerate(self._owners(parent)):
-            rows = NeuronTable(
-                [table.neurons[s][head] for s, head in owned], [table.weights[s] for s, _ in owned]
-            )
+            rows = _within(table, owned, [widths[s] for s, _ in owned])
             matching = self.options.match(rows, self.limits[group], unit)
             self.matchings[f"{group}[{member}]"] = matching.without_neurons()
             for (s, head), places in zip(owned, matching.assignments, strict=True):
@@ -245,11 +247,16 @@ class Descent:
         """For each global neuron the clients that have it, by rank, and which of theirs it is."""
         owned: list[list[tuple[int, int]]] = [[] for _ in range(self.placements[0][group].width)]
         for s in self.networks.ranking:
-            of_client = self.placements[s][group]
-            assert isinstance(of_client, Positions)
-            for local, at in enumerate(of_client.index.tolist()):
+            for local, at in enumerate(self._places(s, group)):
                 owned[at].append((s, local))
         return owned
+
+    def _places(self, s: int, group: str) -> list[int]:
+        """Where the neurons of one client went."""
+        of_client = self.placements[s][group]
+        assert isinstance(of_client, Positions)
+        places: list[int] = of_client.index.tolist()
+        return places
 
     def _place(self, group: str, assigned: Sequence[Index], width: int) -> None:
         for placements, places in zip(self.placements, assigned, strict=True):
@@ -267,6 +274,22 @@ def equalise(networks: Networks, placements: Sequence[dict[str, Placement]]) -> 
                 place = of_client[name]
                 assert isinstance(place, Positions)
                 of_client[name] = Positions(place.index, width)
+
+
+def _within(
+    table: NeuronTable, owned: Sequence[tuple[int, int]], widths: Sequence[int]
+) -> NeuronTable:
+    """The neurons within heads that were matched with each other."""
+
+    def read(index: int) -> Array:
+        s, head = owned[index]
+        neurons: Array = table.neurons[s][head]
+        return neurons
+
+    weights = [table.weights[s] for s, _ in owned]
+    if isinstance(table.neurons, list):
+        return NeuronTable([read(index) for index in range(len(owned))], weights)
+    return NeuronTable(Streamed(widths, len(weights[0]), read), weights)
 
 
 def energy(table: NeuronTable) -> tuple[float, int]:

@@ -6,7 +6,7 @@ Promises: one table of rows for each client, with the weight of every column.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -103,13 +103,11 @@ def comparable_columns(
     if not chosen:
         return None
 
-    def parts_of(s: int) -> list[Array]:
+    def parts_of(s: int) -> Iterator[Tensor]:
         of_model = _stretches(networks, networks.specs[s], group)
-        return [
-            real_rows(rows_first(lifted_columns(networks, s, of_model[k], placements[s]), rows))
-            for k in chosen
-            for rows in [of_model[k].rows]
-        ]
+        for k in chosen:
+            lifted = lifted_columns(networks, s, of_model[k], placements[s])
+            yield _real(rows_first(lifted, of_model[k].rows))
 
     sizes = [rows.shape[1] for rows in parts_of(0)]
     columns = [slice(end - size, end) for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
@@ -125,34 +123,26 @@ def comparable_columns(
     gains = [p for p, k in enumerate(chosen) if _is_gain(stretches_here[k], networks.spec)]
     squares: list[list[Array]] = [[] for _ in chosen]
     means: list[list[Array]] = [[] for _ in chosen]
-    neurons: list[Array] = []
-    streamed = networks.clients.stored
-    for s in range(len(networks.specs)) if weighed or gains or not streamed else ():
-        parts = parts_of(s)
+    matrices = networks.clients.each(lambda s: _side_by_side(parts_of(s), sizes))
+    for matrix in matrices if weighed or gains else ():
         for place in weighed:
-            squares[place].append(np.einsum("jd,jd->d", parts[place], parts[place]))
+            part = matrix[:, columns[place]]
+            squares[place].append(np.einsum("jd,jd->d", part, part))
         for place in gains:
-            means[place].append(parts[place].mean(axis=0))
-        if not streamed:
-            neurons.append(np.concatenate(parts, axis=1))  # a copy, also of one part alone
+            means[place].append(matrix[:, columns[place]].mean(axis=0))
     for place in weighed:
         _balance(squares[place], [of_client[place] for of_client in weights])
     # What all neurons have in common, such as gains of one, tells none of them apart.
     shared = {place: np.mean(means[place], axis=0) for place in gains}
 
-    def centred(matrix: Array) -> Array:
+    def centred(s: int) -> Array:
+        matrix = matrices[s]  # which nobody else uses
         for place, mean in shared.items():
             matrix[:, columns[place]] -= mean
         return matrix
 
-    def read(s: int) -> Array:
-        return centred(np.concatenate(parts_of(s), axis=1))
-
     spread = _interned(np.concatenate(of_client) for of_client in weights)
-    if streamed:
-        widths = networks.local_widths(group)
-        return NeuronTable(Streamed(widths, sum(sizes), read), spread)
-    return _in_parents(networks, group, [centred(matrix) for matrix in neurons], spread)
+    return NeuronTable(table_rows(networks, group, centred, sum(sizes)), spread)
 
 
 def _interned(rows: Iterable[Array]) -> list[Array]:
@@ -180,24 +170,26 @@ def summary(networks: Networks, group: str, placements: Sequence[Placements]) ->
             parts += [real_rows(rows_first(reduced, stretch.rows)) for reduced in sums]
         return np.concatenate(parts, axis=1)
 
-    count = len(networks.specs)
-    if networks.clients.stored:
-        columns = read(0).shape[1]
-        widths = networks.local_widths(group)
-        return NeuronTable(Streamed(widths, columns, read), [np.ones(columns)] * count)
-    neurons = [read(s) for s in range(count)]
-    return _in_parents(networks, group, neurons, [np.ones(rows.shape[1]) for rows in neurons])
+    columns = read(0).shape[1]
+    return NeuronTable(
+        table_rows(networks, group, read, columns), [np.ones(columns)] * len(networks.specs)
+    )
 
 
-def _in_parents(
-    networks: Networks, group: str, neurons: list[Array], weights: list[Array]
-) -> NeuronTable:
-    """A table of these rows, as a row of rows for each member of a parent."""
+def table_rows(
+    networks: Networks, group: str, read: Callable[[int], Array], columns: int
+) -> Sequence[Array]:
+    """What `read` says of each client, as a row of rows for each member of a parent.
+
+    Of clients in files it is read again whenever it is asked for.
+    """
     parent = networks.spec.groups[group].parent
     if parent is not None:
         widths = networks.local_widths(parent)
-        neurons = [m.reshape(p, -1, m.shape[1]) for m, p in zip(neurons, widths, strict=True)]
-    return NeuronTable(neurons, weights)
+        return networks.clients.each(lambda s: read(s).reshape(widths[s], -1, columns))
+    if networks.clients.stored:
+        return Streamed(networks.local_widths(group), columns, read)
+    return networks.clients.each(read)
 
 
 def _stretches(networks: Networks, spec: ModelSpec, group: str) -> list[Stretch]:
@@ -217,9 +209,27 @@ def lifted_columns(networks: Networks, s: int, stretch: Stretch, placements: Pla
 
 def real_rows(matrix: Tensor) -> Array:
     """A matrix in double precision; a complex number becomes two columns."""
-    if matrix.is_complex():
-        matrix = torch.view_as_real(matrix.resolve_conj()).flatten(1)
-    return np.asarray(matrix.double().numpy())
+    return np.asarray(_real(matrix).double().numpy())
+
+
+def _real(matrix: Tensor) -> Tensor:
+    """A matrix of real numbers; a complex number becomes two columns."""
+    if not matrix.is_complex():
+        return matrix
+    return torch.view_as_real(matrix.resolve_conj()).flatten(1)
+
+
+def _side_by_side(parts: Iterable[Tensor], sizes: Sequence[int]) -> Array:
+    """Matrices of so many columns as one, in double precision; no two of them are held."""
+    matrix: Tensor | None = None
+    start = 0
+    for part, size in zip(parts, sizes, strict=True):
+        if matrix is None:
+            matrix = torch.empty(len(part), sum(sizes), dtype=torch.float64)
+        matrix[:, start : start + size] = part
+        start += size
+    assert matrix is not None
+    return np.asarray(matrix.numpy())
 
 
 def _column_weights(

@@ -6,13 +6,13 @@ head of every client a row of numbers in which equal heads are equal, whatever t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from nafi.fusion.clients import Array
-from nafi.fusion.features import Moments, NeuronTable, comparable_columns, summary
+from nafi.fusion.features import Moments, NeuronTable, comparable_columns, summary, table_rows
 from nafi.fusion.networks import Networks
 from nafi.graph import Placements, Role
 from nafi.matching import Index
@@ -31,10 +31,10 @@ def comparable(
     """
     inside = networks.spec.children(group)
     heads = comparable_columns(networks, group, placements, moments, roles)
-    tables = [comparable_columns(networks, name, placements, moments, roles) for name in inside]
-    within = [rows for rows in tables if rows is not None]
+    tables = {n: comparable_columns(networks, n, placements, moments, roles) for n in inside}
+    within = {name: rows for name, rows in tables.items() if rows is not None}
     if within:
-        return comparable_heads(heads, within)
+        return comparable_heads(networks, group, heads, within)
     return (
         heads
         or comparable_columns(networks, group, placements, moments)
@@ -42,35 +42,45 @@ def comparable(
     )
 
 
-def comparable_heads(heads_table: NeuronTable | None, inside: list[NeuronTable]) -> NeuronTable:
+def comparable_heads(
+    networks: Networks, group: str, heads: NeuronTable | None, inside: Mapping[str, NeuronTable]
+) -> NeuronTable:
     """Heads as rows, the neurons within each in the order of the reference head it resembles.
 
-    heads_table: columns of the heads themselves; inside: one table for each group within them.
+    heads: columns of the heads themselves; inside: a table for each group within them.
     The client with the most heads is the reference.
 
-    Cost: H^2 assignment problems for each client and group.
+    Cost: H^2 assignment problems for each client and group, whenever a client is read.
     """
-    counts = [len(neurons) for neurons in (heads_table or inside[0]).neurons]
-    reference = int(np.argmax(counts))
-    padded = [_padded(table) for table in inside]
-    rows, weights = [], []
-    for s in range(len(counts)):
-        heads, orders = pair_heads(
-            None if heads_table is None else heads_table.neurons[s],
-            [table[s] for table in padded],
-            None if heads_table is None else heads_table.neurons[reference],
-            [table[reference] for table in padded],
-        )
-        parts = [] if heads_table is None else [heads_table.neurons[s]]
-        spread = [] if heads_table is None else [heads_table.weights[s]]
-        for rows_of, order, table in zip(padded, orders, inside, strict=True):
-            chosen = order[np.arange(len(heads)), heads]
-            aligned = np.take_along_axis(rows_of[s], chosen[:, :, None], axis=1)
+    counts = networks.local_widths(group)
+    most = {name: max(networks.local_widths(name)) for name in inside}
+
+    def parts_of(s: int) -> tuple[Array | None, list[Array]]:
+        padded = [_padded(table.neurons[s], most[name]) for name, table in inside.items()]
+        return None if heads is None else heads.neurons[s], padded
+
+    their_outer, their_inside = parts_of(int(np.argmax(counts)))
+
+    def read(s: int) -> Array:
+        outer, padded = parts_of(s)
+        partners, orders = pair_heads(outer, padded, their_outer, their_inside)
+        parts = [] if outer is None else [outer]
+        for rows, order in zip(padded, orders, strict=True):
+            chosen = order[np.arange(len(partners)), partners]
+            aligned = np.take_along_axis(rows, chosen[:, :, None], axis=1)
             parts.append(aligned.reshape(len(aligned), -1))
-            spread.append(np.tile(table.weights[s], aligned.shape[1]))
-        rows.append(np.concatenate(parts, axis=1))
-        weights.append(np.concatenate(spread))
-    return NeuronTable(rows, weights)
+        return np.concatenate(parts, axis=1)
+
+    weights = [
+        np.concatenate(
+            [
+                *([] if heads is None else [heads.weights[s]]),
+                *(np.tile(table.weights[s], most[name]) for name, table in inside.items()),
+            ]
+        )
+        for s in range(len(counts))
+    ]
+    return NeuronTable(table_rows(networks, group, read, len(weights[0])), weights)
 
 
 def pair_heads(
@@ -109,7 +119,6 @@ def _sizes(one: Array, two: Array) -> Array:
     return np.asarray(np.add.outer(np.square(one).sum(axis=1), np.square(two).sum(axis=1)))
 
 
-def _padded(table: NeuronTable) -> list[Array]:
+def _padded(neurons: Array, most: int) -> Array:
     """The neurons within each head, with zeros up to the most that any client has."""
-    most = max(neurons.shape[1] for neurons in table.neurons)
-    return [np.pad(n, ((0, 0), (0, most - n.shape[1]), (0, 0))) for n in table.neurons]
+    return np.pad(neurons, ((0, 0), (0, most - neurons.shape[1]), (0, 0)))

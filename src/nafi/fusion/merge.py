@@ -179,7 +179,7 @@ def _output_moments(
         return measured_moments(model, pairs, networks.probe)
     if not pairs:
         return {}
-    claims = [claimed_moments(client, pairs) for client in networks.clients.models]
+    claims = [claimed_moments(client, pairs) for client in networks.clients.states]
     moments = {}
     for layer, norm in pairs:
         total, owners = torch.zeros(()), torch.zeros(())

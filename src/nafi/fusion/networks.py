@@ -7,10 +7,11 @@ running network of fused tensors.
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +52,8 @@ class FusionWarning(UserWarning):
 class Networks:
     """What matching works on.
 
-    original: the first client's network; template: the same with its normalisation folded
-    architecture: the spec of the original, normalisation included
+    make_template: gives the first client's network with its normalisation folded
+    architecture: the spec of the first client's network, normalisation included
     specs, states: of each client, folded; they differ in widths only
     batchnorm: what becomes of normalisation; "average" averages networks as `unfolded` gives them
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
@@ -62,8 +63,7 @@ class Networks:
     """
 
     clients: Clients
-    original: nn.Module
-    template: nn.Module
+    make_template: Callable[[], nn.Module]
     architecture: ModelSpec
     specs: tuple[ModelSpec, ...]
     states: Sequence[Mapping[str, Tensor]]
@@ -77,6 +77,16 @@ class Networks:
     def numbers(self) -> frozenset[str]:
         """The tensors that hold weights or statistics, and not counters or positions."""
         return frozenset(name for name, t in self.states[0].items() if holds_numbers(t))
+
+    @property
+    def original(self) -> nn.Module:
+        """The first client's network; read again whenever it is asked for where it is in a file."""
+        return self.clients.models[0]
+
+    @property
+    def template(self) -> nn.Module:
+        """The same with its normalisation folded."""
+        return self.make_template()
 
     @property
     def spec(self) -> ModelSpec:
@@ -128,13 +138,12 @@ class Networks:
 
     def only(self, index: int) -> Networks:
         """The network of one client alone."""
-        original = self.clients.models[index]
+        clients, template = self.clients.only(index), self._client(index)
         return replace(
             self,
-            clients=self.clients.only(index),
-            original=original,
-            template=self._client(index),
-            architecture=self.architecture.fitted(named_tensors(original)),
+            clients=clients,
+            make_template=lambda: template,
+            architecture=self.architecture.fitted(next(clients.outlines)),
             specs=self.specs[index : index + 1],
             states=self.states[index : index + 1],
         )
@@ -191,7 +200,7 @@ class Networks:
         else:
             states = tuple(_state(_as_used(model)) for model in models)
         specs = _fitted_specs(self.clients, self.architecture)
-        return replace(self, template=self.original, specs=specs, states=states)
+        return replace(self, make_template=lambda: models[0], specs=specs, states=states)
 
     def in_canonical_bases(self) -> Networks:
         """Networks that do the same, with nothing left of free bases but how they are turned."""
@@ -199,15 +208,11 @@ class Networks:
         bases = free_bases(self.template, self.spec, self.architecture.example_inputs)
         if not bases.freedoms:
             return self
-        if self.clients.stored:
-            raise InputError(
-                "this network has bases that are turned, for which all models must be in memory; "
-                "load them, or give bases='ordered'"
-            )
-        states = tuple(
+        canonical = (
             bases.canonical(state, spec)
             for state, spec in zip(self.states, self.specs, strict=True)
         )
+        states = _spilled(canonical) if self.clients.stored else tuple(canonical)
         return replace(self, bases=bases, states=states)
 
     def freedom(self, group: str) -> Freedom:
@@ -252,7 +257,8 @@ class Networks:
         The third is the spec of the clients' architecture at these widths.
         """
         spec = self.spec.resized(widths)
-        model, spec = self.batchnorm.put_back(model, spec, like=self.original, moments=moments)
+        if spec.folded:
+            model, spec = self.batchnorm.put_back(model, spec, like=self.original, moments=moments)
         return model.eval(), spec, self.architecture.resized(widths)
 
     def _filled(self, state: Mapping[str, Tensor], widths: Mapping[str, int]) -> nn.Module:
@@ -273,43 +279,56 @@ def prepare_networks(
         known = replace(known, example_inputs=check_inputs(example_inputs))
     way = Normalisation(batchnorm)
     fitted = _fitted_specs(clients, known)
-    template, spec_of_first = way.for_matching(_as_used(first), fitted[0])
-    states: Sequence[Mapping[str, Tensor]]
+    template, _ = _folded(first, fitted[0], way)
+    unchanged = template is first
+    learnt = frozenset(name for name, _ in template.named_parameters(remove_duplicate=False))
+    networks = partial(Networks, clients, architecture=known, batchnorm=way, learnt=learnt)
     if not clients.stored:
-        folded = [
-            way.for_matching(_as_used(model), own)
-            for model, own in zip(clients.models, fitted, strict=True)
-        ]
-        specs = tuple(own for _, own in folded)
-        states = tuple(_state(model) for model, _ in folded)
-    elif template is first:
-        specs, states = fitted, clients.states  # nothing was changed, so files have it all
-    else:
-        specs, states = _folded_once(clients, fitted, way)
-    if clients.stored and any(group.parent is not None for group in spec_of_first.groups.values()):
-        raise InputError("attention heads are matched with all models in memory: load them")
-    return Networks(
-        clients,
-        first,
-        template,
-        known,
-        specs,
-        states,
-        way,
-        frozenset(name for name, _ in template.named_parameters(remove_duplicate=False)),
+        kept = template
+        folded = [_folded(m, own, way) for m, own in zip(clients.models, fitted, strict=True)]
+        return networks(
+            make_template=lambda: kept,
+            specs=tuple(own for _, own in folded),
+            states=tuple(_state(model) for model, _ in folded),
+        )
+    del first, template  # not held while the others are read
+    gc.collect()  # what was traced refers to itself, and to the network
+    # Where nothing was changed, files have it all.
+    specs, states = (fitted, clients.states) if unchanged else _folded_once(clients, fitted, way)
+    return networks(
+        make_template=lambda: _folded(clients.models[0], fitted[0], way)[0],
+        specs=specs,
+        states=states,
     )
+
+
+def _folded(model: nn.Module, spec: ModelSpec, way: Normalisation) -> tuple[nn.Module, ModelSpec]:
+    """A network as neurons are matched by, and its spec."""
+    return way.for_matching(_as_used(model), spec)
 
 
 def _folded_once(
     clients: Clients, fitted: Sequence[ModelSpec], way: Normalisation
 ) -> tuple[tuple[ModelSpec, ...], Sequence[Mapping[str, Tensor]]]:
     """Every client's network with its normalisation folded, written to a temporary folder."""
-    spill, known = Spill(), dict[int, ModelSpec]()
-    for model, own in zip(clients.models, fitted, strict=True):
-        folded, spec = way.for_matching(_as_used(model), own)
-        known.setdefault(id(own), spec)
-        spill.add(_state(folded))
-    return tuple(known[id(own)] for own in fitted), spill.states()
+    known: dict[int, ModelSpec] = {}
+
+    def fold(index: int) -> Mapping[str, Tensor]:
+        folded, spec = _folded(clients.models[index], fitted[index], way)
+        known.setdefault(id(fitted[index]), spec)
+        return _state(folded)
+
+    states = _spilled(map(fold, range(len(clients))))
+    return tuple(known[id(own)] for own in fitted), states
+
+
+def _spilled(states: Iterable[Mapping[str, Tensor]]) -> Sequence[Mapping[str, Tensor]]:
+    """The same in a temporary folder, one at a time."""
+    spill = Spill()
+    for state in states:
+        spill.add(state)
+        del state  # not held while the next one is made
+    return spill.states()
 
 
 def _square(tensor: Tensor) -> float:

@@ -34,8 +34,11 @@ def response_table(networks: Networks, group: str) -> NeuronTable | None:
     """
     inside = networks.spec.children(group)
     if inside:
-        tables = [response_table(networks, name) for name in inside]
-        return comparable_heads(None, [t for t in tables if t]) if all(tables) else None
+        tables = {name: response_table(networks, name) for name in inside}
+        seen_inside = {name: table for name, table in tables.items() if table is not None}
+        if len(seen_inside) < len(inside):
+            return None
+        return comparable_heads(networks, group, None, seen_inside)
     responses = []
     for recording, spec in zip(networks.recordings, networks.specs, strict=True):
         seen = _responses(recording, spec, group)

@@ -7,6 +7,7 @@ layers, which do not depend on any basis within a head.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,42 +30,28 @@ from nafi.graph import (
 # How often each basis is turned towards the mean of the others.
 SWEEPS = 3
 
-# For each member of a parent, which clients have it and which of theirs it is.
-Owners = Sequence[Sequence[tuple[int, int]]]
-
 
 def common_bases(
     networks: Networks,
     group: str,
     placements: Sequence[Placements],
-    owners: Owners | None,
+    heads: Sequence[Sequence[int]] | None,
     by_responses: bool,
 ) -> list[Rotated]:
     """How each client's basis is turned (generalised Procrustes).
 
-    owners: for a group with a parent
+    heads: for a group with a parent, where each client's heads went
     by_responses: compare what layers read on the probe, where a group has no parent
     Cost: a singular value decomposition of width^2 numbers for each client and sweep.
     """
-    freedom = networks.freedom(group)
-    if owners is None:
-        rows = plain_responses(networks, group) if by_responses else None
-        if rows is None:
-            rows = [table[0] for table in _rows(networks, group, placements)]
-        order = networks.ranking
-        turned = _turned([rows[s] for s in order], freedom)
-        return [Rotated(turned[order.index(s)]) for s in range(len(order))]
-    tables = _rows(networks, group, placements)
-    width = networks.spec.widths[group]
-    maps = [torch.eye(width, dtype=torch.float64).repeat(len(table), 1, 1) for table in tables]
-    for members in owners:
-        turned = _turned([tables[s][head] for s, head in members], freedom)
-        for (s, head), matrix in zip(members, turned, strict=True):
-            maps[s][head] = matrix
-    return [Rotated(matrices) for matrices in maps]
+    rows = plain_responses(networks, group) if by_responses and heads is None else None
+    tables = _rows(networks, group, placements) if rows is None else [one[None] for one in rows]
+    places = [[0]] * len(tables) if heads is None else heads
+    maps = _turned(tables, places, networks.ranking, networks.freedom(group))
+    return [Rotated(matrices[0] if heads is None else matrices) for matrices in maps]
 
 
-def _rows(networks: Networks, group: str, placements: Sequence[Placements]) -> list[Tensor]:
+def _rows(networks: Networks, group: str, placements: Sequence[Placements]) -> Sequence[Tensor]:
     """(P, J, D) for each client what can be compared of a group; nothing, where nothing can be."""
     table = comparable_columns(networks, group, placements)
     width = networks.spec.widths[group]
@@ -72,27 +59,56 @@ def _rows(networks: Networks, group: str, placements: Sequence[Placements]) -> l
         parent = networks.spec.groups[group].parent
         counts = networks.local_widths(parent) if parent is not None else [1] * len(placements)
         return [torch.zeros(count, width, 1, dtype=torch.float64) for count in counts]
-    return [torch.from_numpy(n).reshape(-1, width, n.shape[-1]) for n in table.neurons]
+    neurons = table.neurons
+
+    def read(s: int) -> Tensor:
+        rows = torch.from_numpy(neurons[s])
+        return rows.reshape(-1, width, rows.shape[-1])
+
+    return networks.clients.each(read)
 
 
-def _turned(rows: Sequence[Tensor], freedom: Freedom) -> list[Tensor]:
-    """(J, J) for each of several (J, D), such that rows that were turned are alike.
+def _turned(
+    tables: Sequence[Tensor],
+    places: Sequence[Sequence[int]],
+    order: Sequence[int],
+    freedom: Freedom,
+) -> list[Tensor]:
+    """(P, J, J) for each of several (P, J, D), such that rows of one place are alike once turned.
 
-    The first one stays as it is; each other one is turned towards the mean of those before it, and
-    then some times towards that of all others.
+    places: for each client those of its P heads
+    order: the clients, one after the other; each is read once, and once for each sweep
+    Of each place, the first one stays as it is; each other one is turned towards the mean of those
+    before it, and then some times towards that of all others.
     """
     closest = keeping_mean if freedom is Freedom.MEAN else closest_rotation
-    maps = [torch.eye(len(rows[0]), dtype=torch.float64)]
-    total = rows[0].clone()
-    for one in rows[1:]:
-        maps.append(closest(one @ total.T))
-        total += maps[-1].T @ one
-    for _ in range(SWEEPS if len(rows) > 2 else 0):
-        for s, one in enumerate(rows[1:], start=1):
-            total -= maps[s].T @ one
-            maps[s] = closest(one @ total.T)
-            total += maps[s].T @ one
-    return maps
+    first: set[tuple[int, int]] = set()
+    counts = Counter(place for client in places for place in client)
+    totals: dict[int, Tensor] = {}
+    maps: dict[tuple[int, int], Tensor] = {}
+
+    def turn(s: int, head: int, one: Tensor) -> None:
+        place = places[s][head]
+        if place not in totals:
+            maps[s, head], totals[place] = torch.eye(len(one), dtype=torch.float64), one.clone()
+            first.add((s, head))
+            return
+        if (s, head) in maps:
+            if (s, head) in first or counts[place] <= 2:
+                return
+            totals[place] -= maps[s, head].T @ one
+        maps[s, head] = closest(one @ totals[place].T)
+        totals[place] += maps[s, head].T @ one
+
+    for _ in range(1 + SWEEPS if max(counts.values()) > 2 else 1):
+        for s in order:
+            table = tables[s]
+            for head, one in enumerate(table):
+                turn(s, head, one)
+    return [
+        torch.stack([maps[s, head] for head in range(len(of_client))])
+        for s, of_client in enumerate(places)
+    ]
 
 
 def circuit_table(
@@ -112,7 +128,9 @@ def circuit_table(
     likeness = sum(_circuits(networks, name, placements) for name in inside)
     own = comparable_columns(networks, group, placements)
     if own is not None:
-        rows = torch.nn.functional.normalize(torch.from_numpy(np.concatenate(own.neurons)), dim=1)
+        rows = torch.nn.functional.normalize(
+            torch.from_numpy(np.concatenate(list(own.neurons))), dim=1
+        )
         likeness = likeness + rows @ rows.T
     assert isinstance(likeness, Tensor)
     values, vectors = torch.linalg.eigh(likeness)
@@ -122,21 +140,35 @@ def circuit_table(
 
 
 def _circuits(networks: Networks, group: str, placements: Sequence[Placements]) -> Tensor:
-    """(H, H) cosines of the circuits of all heads of all clients.
+    """(H, H) cosines of the circuits of all heads of all clients, two clients at a time.
 
     <Q^T K, Q'^T K'> is the sum over (Q Q'^T) * (K K'^T).
     """
-    both: list[list[Tensor]] = [[], []]
-    for s, spec in enumerate(networks.specs):
-        for rows, side in zip(both, sides(spec, group, networks.states[s]), strict=True):
+
+    def read(s: int) -> list[Tensor]:
+        spec, both = networks.specs[s], []
+        for side in sides(spec, group, networks.states[s]):
             lifted = [
                 rows_first(lifted_columns(networks, s, part, placements[s]), part.rows)
                 for part in side.parts
             ]
             table = torch.cat([part.double() for part in lifted], dim=1)
-            rows.append(table.reshape(-1, spec.widths[group], table.shape[1]))
-    one, two = (torch.cat(rows) for rows in both)
-    products = [torch.einsum("hjd,gkd->hgjk", side, side) for side in (one, two)]
-    inner = (products[0] * products[1]).sum(dim=(2, 3))
+            both.append(table.reshape(-1, spec.widths[group], table.shape[1]))
+        return both
+
+    rows = networks.clients.each(read)
+    parent = str(networks.spec.groups[group].parent)
+    ends = np.cumsum([0, *networks.local_widths(parent)])
+    inner = torch.zeros(ends[-1], ends[-1], dtype=torch.float64)
+    for s in range(len(rows)):
+        mine = rows[s]
+        for t in range(s + 1):
+            products = [
+                torch.einsum("hjd,gkd->hgjk", one, two)
+                for one, two in zip(mine, mine if t == s else rows[t], strict=True)
+            ]
+            block = (products[0] * products[1]).sum(dim=(2, 3))
+            inner[ends[s] : ends[s + 1], ends[t] : ends[t + 1]] = block
+            inner[ends[t] : ends[t + 1], ends[s] : ends[s + 1]] = block.T
     norms = inner.diagonal().clamp(min=1e-30).sqrt()
     return inner / torch.outer(norms, norms)

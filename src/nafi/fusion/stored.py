@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -21,6 +21,9 @@ from nafi.errors import CheckpointError
 from nafi.graph import Inputs, named_tensors
 
 State = Mapping[str, Tensor]
+T = TypeVar("T")
+# A tensor of more bytes is not left mapped: the pages of a file stay in memory as long as it is.
+_MAPPED = 2**20
 
 
 class StoredModels(Sequence[nn.Module], ABC):
@@ -107,6 +110,8 @@ class FileTensors(Mapping[str, Tensor]):
             tensor: Tensor = self._file.get_tensor(self._names[name])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path}: {name} cannot be read: {error}") from None
+        if tensor.nbytes > _MAPPED:
+            vars(self).pop("_file")
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -156,6 +161,27 @@ class StoredStates(Sequence[State]):
         return StoredStates(len(indices), lambda s: read(indices[s]))
 
 
+class Reread(Sequence[T], Generic[T]):
+    """What is made of each of several networks, again whenever it is asked for."""
+
+    def __init__(self, count: int, read: Callable[[int], T]) -> None:
+        self._count, self._read = count, read
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self._read(s) for s in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._read(index)
+
+
 class Spill:
     """States that are computed once, written to a temporary folder, and read from there."""
 
@@ -173,7 +199,7 @@ class Spill:
             name: same if state[same].shape == state[name].shape and state[name].numel() else name
             for name, same in names.items()
         }
-        kept = {name: state[name].contiguous().clone() for name in set(names.values())}
+        kept = {name: _alone(state[name]) for name in set(names.values())}
         save_file(kept, self._path(len(self._names)))
         same_names = bool(self._names) and self._names[-1] == names
         self._names.append(self._names[-1] if same_names else names)
@@ -194,3 +220,9 @@ class Spill:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_at": self._at, "_names": self._names}  # whoever made the folder removes it
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor in memory that holds nothing else."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

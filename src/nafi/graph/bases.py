@@ -113,6 +113,8 @@ def free_bases(model: nn.Module, spec: ModelSpec, inputs: Inputs) -> Bases:
     folded = fold_gains(plain, spec, gains)
     if trial.fails(folded):
         gains, folded = (), dict(plain)
+    trial.probe = with_tensors(probe, folded, spec.aliases)
+    del plain, probe  # so that what was folded is not held twice
     freedoms = trial.freedoms(folded, candidates)
     free = {name: freedom for name, freedom in freedoms.items() if freedom is not Freedom.ORDER}
     needed = tuple(gain for gain in gains if spec.tensors[gain.name].groups & set(free))
@@ -143,6 +145,7 @@ class _Trial:
             if self._is_pair(state, name):
                 mapped = _mapped(mapped, self.spec, name, _stretched(self._orthogonal(name)))
         pairs = all(self._is_pair(state, name) for name in inner) and not self.fails(mapped)
+        del mapped  # not held while others are tried
         together = dict.fromkeys(inner if pairs else [], Freedom.PAIR)
         return {n: together[n] if n in together else self.freedom(state, n) for n in groups}
 
@@ -235,10 +238,16 @@ def _mapped(
 ) -> dict[str, Tensor]:
     """A state dict with A = (P, J, J) on one side of a pair and A^-T on the other."""
     one, two = sides(spec, group, state)
-    mapped = {name: tensor.clone() for name, tensor in state.items()}
+    mapped = _writable(state, (one, two))
     one.put(mapped, spec, matrices @ one.rows(state, spec))
     two.put(mapped, spec, torch.linalg.inv(matrices).mT @ two.rows(state, spec))
     return mapped
+
+
+def _writable(state: Mapping[str, Tensor], written: Sequence[Side]) -> dict[str, Tensor]:
+    """The same, with copies of those tensors that some sides write to."""
+    touched = {part.tensor for side in written for part in side.parts}
+    return {name: t.clone() if name in touched else t for name, t in state.items()}
 
 
 def _balanced(state: Mapping[str, Tensor], spec: ModelSpec, group: str) -> dict[str, Tensor]:
@@ -250,9 +259,7 @@ def _balanced(state: Mapping[str, Tensor], spec: ModelSpec, group: str) -> dict[
     left, right = (torch.linalg.qr(side.rows(state, spec).mT) for side in (one, two))
     u, s, v = torch.linalg.svd(left.R @ right.R.mT)
     root = s.sqrt()[..., None]
-    balanced = dict(state)
-    for part in {part.tensor for side in (one, two) for part in side.parts}:
-        balanced[part] = state[part].clone()
+    balanced = _writable(state, (one, two))
     one.put(balanced, spec, root * (left.Q @ u).mT)
     two.put(balanced, spec, root * (right.Q @ v.mT).mT)
     return balanced

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import SpecError
 from nafi.graph.inputs import Inputs, call, check_inputs, first_line, returned_tensors
-from nafi.graph.permute import permute, random_permutations
+from nafi.graph.permute import permute, permute_in_place, random_permutations
 from nafi.graph.precision import DoublePrecision
 from nafi.graph.spec import ModelSpec
 from nafi.graph.trace import copy_network, evaluating, named_tensors, train_paths, unwrapped
@@ -52,11 +52,12 @@ def _permuted_gap(
     """How much one permutation of all groups changes the output; too much raises."""
     probe, inputs, dtype = probe_of(model, example_inputs, generator)
     orders = random_permutations(spec, generator)
-    permuted = permute(probe, spec, orders)
-    gap = difference(run(permuted, inputs), run(probe, inputs))
+    expected, trained = run(probe, inputs), _trained(probe, inputs)
+    permute_in_place(probe, spec, orders)  # a large network is not held twice
+    gap = difference(run(probe, inputs), expected)
     if gap > TOLERANCE[dtype]:
         _blame(probe, inputs, spec, orders, TOLERANCE[dtype], gap)
-    gap = max(gap, _training_gap(probe, permuted, inputs))
+    gap = max(gap, _training_gap(probe, inputs, trained))
     if gap > TOLERANCE[dtype]:
         raise SpecError(
             f"permuting all groups changes the output in training mode by {gap:.2g} of its "
@@ -65,17 +66,26 @@ def _permuted_gap(
     return gap
 
 
-def _training_gap(probe: nn.Module, permuted: nn.Module, inputs: Inputs) -> float:
-    """The difference in training mode, for networks that do something else there.
+def _trained(probe: nn.Module, inputs: Inputs) -> list[Tensor] | None:
+    """What a network returns in training mode, if it does something else there.
 
     Normalisation and dropout stay in eval mode. What is random all the same proves nothing, nor
     does what cannot be run without targets.
     """
     try:
         results = [run(probe, inputs, training=True, seed=seed) for seed in (0, 1)]
-        if difference(*results) > 0 or difference(results[0], run(probe, inputs)) == 0:
+        same = difference(results[0], run(probe, inputs)) == 0
+        return None if difference(*results) > 0 or same else results[0]
+    except Exception:
+        return None
+
+
+def _training_gap(permuted: nn.Module, inputs: Inputs, expected: list[Tensor] | None) -> float:
+    """The difference in training mode."""
+    try:
+        if expected is None:
             return 0.0
-        return difference(run(permuted, inputs, training=True), results[0])
+        return difference(run(permuted, inputs, training=True), expected)
     except Exception:
         return 0.0
 
@@ -143,21 +153,27 @@ def in_general_position(
     with torch.no_grad():
         for tensor in dict.fromkeys(named_tensors(probe).values()):
             if tensor.is_floating_point() and tensor.numel():
-                noise = _noise(tensor, generator)
-                scale = tensor.abs().mean().clamp(min=0.05)
-                # Multiplying keeps variances positive; adding moves what is zero.
-                disturbed = noise.mul(0.2).exp_().mul_(tensor)
-                disturbed.add_(noise.abs_().mul_(0.05 * scale))
-                tensor.copy_(torch.where(torch.isfinite(disturbed), disturbed, tensor))
+                _disturb(tensor, generator)
     return probe
 
 
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers. Those of a large tensor are drawn once for a stretch that is as long as no
-    row, for drawing all of them takes longer than the network: no two rows get the same."""
-    count = min(like.numel(), _STRETCH)
-    drawn = torch.randn(count, generator=generator, dtype=like.dtype)
-    return drawn.repeat(-(-like.numel() // count))[: like.numel()].reshape(like.shape)
+def _disturb(tensor: Tensor, generator: torch.Generator) -> None:
+    """Change all numbers of a tensor.
+
+    Noise is drawn once for a stretch that is as long as no row, for drawing that of all numbers
+    takes longer than the network: no two rows get the same.
+    """
+    count = min(tensor.numel(), _STRETCH)
+    drawn = torch.randn(count, generator=generator, dtype=tensor.dtype)
+    scale = tensor.abs().mean().clamp(min=0.05)
+    # Multiplying keeps variances positive; adding moves what is zero.
+    factors, added = drawn.mul(0.2).exp_(), drawn.abs().mul_(0.05 * scale)
+    flat = tensor.reshape(-1)
+    for stretch in torch.split(flat, _STRETCH):
+        disturbed = factors[: len(stretch)].mul(stretch).add_(added[: len(stretch)])
+        stretch.copy_(torch.where(torch.isfinite(disturbed), disturbed, stretch))
+    if flat.data_ptr() != tensor.data_ptr():  # memory in another order than that of its axes
+        tensor.copy_(flat.reshape(tensor.shape))
 
 
 def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,11 +87,12 @@ class _Reading(Watching):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
-        super().__init__(model, self._read)
-        self.spec = spec
         self.made: dict[int, str] = {}
         self.readers: dict[str, list[str]] = {}
         self.spoilt: set[str] = set()
+        # Not a method: what refers to itself is freed late, with all that it has seen.
+        super().__init__(model, partial(_read, self.made, self.readers, self.spoilt))
+        self.spec = spec
         self._alive: list[Any] = []  # so that no memory is used twice
 
     def foldable(self) -> tuple[Gain, ...]:
@@ -111,14 +113,6 @@ class _Reading(Watching):  # type: ignore[no-untyped-call]
         """Whether a weight does nothing but read a vector along one of its axes."""
         meaning = self.spec.tensors.get(reader)
         return meaning is not None and len(meaning.reads) == 1 and reader not in self.other_uses
-
-    def _read(self, product: Product) -> None:
-        assert isinstance(product, MatrixProduct | Convolution)
-        gain = self.made.get(memory(product.inputs_))
-        if gain is not None:
-            self.readers.setdefault(gain, []).append(product.name)
-            if isinstance(product, Convolution):
-                self.spoilt.add(gain)
 
     def note_use(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         self._alive.append(result)
@@ -153,6 +147,18 @@ class _Reading(Watching):  # type: ignore[no-untyped-call]
             for name in names
             if self.spec.tensors[name].kind is kind and len(self.spec.tensors[name].axes) == 1
         ]
+
+
+def _read(
+    made: Mapping[int, str], readers: dict[str, list[str]], spoilt: set[str], product: Product
+) -> None:
+    """Note who reads what a gain made."""
+    assert isinstance(product, MatrixProduct | Convolution)
+    gain = made.get(memory(product.inputs_))
+    if gain is not None:
+        readers.setdefault(gain, []).append(product.name)
+        if isinstance(product, Convolution):
+            spoilt.add(gain)
 
 
 def _pools(packet: Any, args: tuple[Any, ...]) -> bool:

@@ -152,17 +152,18 @@ def attach_batchnorm(
     return twin, _described(twin, back, tensors)
 
 
-def claimed_moments(model: nn.Module, pairs: Collection[tuple[str, str]]) -> OutputMoments:
+def claimed_moments(
+    state: Mapping[str, Tensor], pairs: Collection[tuple[str, str]]
+) -> OutputMoments:
     """What a network's normalisations make of their inputs, by their own shift and gain."""
     moments = {}
     for _, name in pairs:
-        norm = model.get_submodule(name)
-        assert isinstance(norm, _BatchNorm)
-        one, zero = torch.ones(norm.num_features), torch.zeros(norm.num_features)
-        moments[name] = (
-            zero if norm.bias is None else norm.bias.detach().cpu().float(),
-            one if norm.weight is None else norm.weight.detach().cpu().float().abs(),
+        zero = torch.zeros(state[_path(name, "running_mean")].shape)
+        shift, gain = (
+            state.get(_path(name, "bias"), zero),
+            state.get(_path(name, "weight"), zero + 1),
         )
+        moments[name] = shift.detach().cpu().float(), gain.detach().cpu().float().abs()
     return moments
 
 
@@ -274,18 +275,18 @@ def _fold(layer: nn.Module, norm: nn.Module) -> None:
     before = bias.double() if isinstance(bias, Tensor) else torch.zeros_like(scale)
     with torch.no_grad():
         folded = (before - mean.double()) * scale + shift
-        weight.copy_(_scaled_outputs(layer, weight.double(), scale))
+        weight.copy_(_scaled_outputs(layer, weight.detach().to(scale, copy=True), scale))
         layer.bias = nn.Parameter(folded.to(weight.dtype), weight.requires_grad)
 
 
 def _scaled_outputs(layer: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
-    """Each output of the layer times its factor."""
+    """Each output of the layer times its factor; may change the weight."""
     if getattr(layer, "transposed", False):
         groups = int(layer.groups)  # type: ignore[arg-type]
         grouped = weight.reshape(groups, -1, *weight.shape[1:])
         factor = scale.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
         return (grouped * factor).reshape(weight.shape)
-    return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+    return weight.mul_(scale.reshape(-1, *[1] * (weight.ndim - 1)))
 
 
 def _norm_after(layer: nn.Module, bias: Tensor, before: nn.Module | None) -> _BatchNorm:

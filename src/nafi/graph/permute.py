@@ -6,7 +6,7 @@ the same function, its neurons in another order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,25 @@ def permute_state(
 ) -> dict[str, Tensor]:
     """The same for a state dict, which is left as it was; a shared tensor keeps all its names."""
     spec.check_shapes(state)
+    change = _changes(spec, permutations)
+    result = {
+        name: transform(state[name], axes, spec.widths, change) for name, axes in spec.axes.items()
+    }
+    return result | {other: result[name] for other, name in spec.aliases.items()}
+
+
+def permute_in_place(model: nn.Module, spec: ModelSpec, permutations: Permutations) -> None:
+    """The same for a network itself: memory for a copy of its largest tensor is enough."""
+    change, tensors = _changes(spec, permutations), named_tensors(model)
+    with torch.no_grad():
+        for name, tensor in spec.tensors.items():
+            if tensor.groups & set(permutations):
+                moved = transform(tensors[name], tensor.axes, spec.widths, change)
+                tensors[name].copy_(moved)
+
+
+def _changes(spec: ModelSpec, permutations: Permutations) -> Callable[[Tensor, Block], Tensor]:
+    """What becomes of a block."""
     known = {name: _checked(spec, name, order) for name, order in permutations.items()}
 
     def change(unfolded: Tensor, block: Block) -> Tensor:
@@ -51,10 +70,7 @@ def permute_state(
                 unfolded = unfolded.index_select(dim, known[name].to(unfolded.device))
         return unfolded
 
-    result = {
-        name: transform(state[name], axes, spec.widths, change) for name, axes in spec.axes.items()
-    }
-    return result | {other: result[name] for other, name in spec.aliases.items()}
+    return change
 
 
 def _permute_within(block: Tensor, dim: int, parent: int, orders: Tensor) -> Tensor:

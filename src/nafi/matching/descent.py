@@ -65,7 +65,7 @@ class CoordinateDescent:
         The objective may rise at times: it does not contain the paper's `log k` for new neurons.
         """
         models = self.inputs.models
-        branches = [Branch(list(range(len(self.costs))), Posterior(self.inputs))]
+        branches = [Branch(list(range(len(self.costs))), Posterior(self.inputs, self.max_width))]
         widths = self.inputs.widths
         widest_first = sorted(range(len(models)), key=lambda s: -widths[s])
         branches = self._sweep(branches, widest_first)
@@ -194,12 +194,12 @@ class CoordinateDescent:
 
     def _matching(self, branch: Branch) -> Matching:
         posterior = branch.posterior
-        slots = np.flatnonzero(posterior.taken())
+        slots, gaussian = posterior.settled()
         number = np.full(len(posterior.eta), -1, dtype=np.intp)
         number[slots] = np.arange(len(slots))
         return Matching(
             assignments=tuple(number[a] for a in posterior.assignments if a is not None),
-            posterior=posterior.at(slots),
+            posterior=gaussian,
             counts=posterior.counts(slots).astype(np.intp),
             prior=self.inputs.prior,
             models=self.inputs.count,

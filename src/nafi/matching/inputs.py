@@ -24,6 +24,7 @@ from nafi.matching.gaussian import Gaussian
 # Costs multiply four such numbers; outside these bounds they would overflow float64.
 LARGEST = 1e50
 _SMALLEST_PRIOR = 1e-50
+_SCRATCH = 2**19  # numbers in a buffer: 4 MB
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +195,9 @@ class MatchingInput:
 
     @cached_property
     def scratch(self) -> tuple[Array, Array]:
-        """Two buffers of the size of the widest model's neurons, for short use."""
-        shape = (self.widest, len(self.columns.order))
+        """Two buffers for some neurons, as many as the widest model has or memory allows."""
+        columns = len(self.columns.order)
+        shape = (min(self.widest, max(1, _SCRATCH // columns)), columns)
         return np.empty(shape), np.empty(shape)
 
 

@@ -27,10 +27,12 @@ class Posterior:
     assignments: per model the slot of each of its neurons, None while the model is removed
     """
 
-    def __init__(self, inputs: MatchingInput) -> None:
+    def __init__(self, inputs: MatchingInput, most: int | None = None) -> None:
+        """most: global neurons that there may be; as many as local ones by default"""
         self.inputs = inputs
+        self.most = sum(inputs.widths) if most is None else most
         self.assignments: list[Index | None] = [None] * len(inputs.models)
-        self.eta: Array = np.repeat(inputs.prior.eta, 2 * inputs.widest, axis=0)
+        self.eta: Array = np.repeat(inputs.prior.eta, min(2 * inputs.widest, self.most), axis=0)
         self.precision: Array = np.repeat(inputs.prior.precision, len(self.eta), axis=0)
         self.owned: Array = np.zeros(len(self.eta))
         self.members = np.zeros((len(self.eta), len(inputs.models.kinds)), dtype=np.int32)
@@ -39,7 +41,7 @@ class Posterior:
     def copy(self) -> Posterior:
         """An independent copy that shares the inputs."""
         twin = Posterior.__new__(Posterior)
-        twin.inputs = self.inputs
+        twin.inputs, twin.most = self.inputs, self.most
         twin.assignments = list(self.assignments)
         twin.eta = self.eta.copy()
         twin.precision = self.precision.copy()
@@ -76,14 +78,16 @@ class Posterior:
         self._exact = True
 
     def taken(self, spare: int = 0) -> npt.NDArray[np.bool_]:
-        """Which slots have members; makes room so that at least `spare` of them have none."""
+        """Which slots have members.
+
+        Makes room so that at least `spare` of them have none, or as many as there may be more.
+        """
         taken = self.owned > 0
-        missing = spare - int(np.count_nonzero(~taken))
+        missing = min(spare - int(np.count_nonzero(~taken)), self.most - len(self.eta))
         if missing <= 0:
             return taken
         # Doubling, so that copies are rare, but to no more than there can ever be.
-        most = sum(self.inputs.widths)
-        grow = max(missing, min(len(self.eta), most - len(self.eta)))
+        grow = max(missing, min(len(self.eta), self.most - len(self.eta)))
         prior = self.inputs.prior
         self.eta = np.concatenate([self.eta, np.repeat(prior.eta, grow, axis=0)])
         self.precision = np.concatenate([self.precision, np.repeat(prior.precision, grow, axis=0)])
@@ -98,6 +102,14 @@ class Posterior:
     def at(self, slots: Index | slice) -> Gaussian:
         """The posterior in these slots; free slots are the prior; a slice copies nothing."""
         return Gaussian(self.eta[slots], self.precision[slots], self.inputs.columns)
+
+    def settled(self) -> tuple[Index, Gaussian]:
+        """The slots with members and the posterior in them; where all have some, nothing is copied.
+
+        For the end: what is returned may be the posterior itself.
+        """
+        slots = np.flatnonzero(self.taken())
+        return slots, self.at(slice(None) if len(slots) == len(self.eta) else slots)
 
     def _count(self, s: int, slots: Index, sign: int) -> None:
         """Add model s to the members of its slots, or take it away, and sum up their precisions.
@@ -125,8 +137,12 @@ class Posterior:
         New temporary arrays of this size are returned to the system each time: eight times slower.
         """
         model = self.inputs.models[s]
+        precision = self.inputs.columns.spread(sign * model.precision)
         weighted, rows = self.inputs.scratch
-        weighted, rows = weighted[: model.width], rows[: model.width]
-        np.multiply(model.neurons, self.inputs.columns.spread(sign * model.precision), weighted)
-        np.take(self.eta, slots, axis=0, out=rows, mode="clip")
-        self.eta[slots] = np.add(rows, weighted, out=rows)
+        for start in range(0, model.width, len(rows)):
+            part = slice(start, min(start + len(rows), model.width))
+            count = part.stop - start
+            own = precision[part] if precision.ndim == 2 else precision
+            np.multiply(model.neurons[part], own, weighted[:count])
+            np.take(self.eta, slots[part], axis=0, out=rows[:count], mode="clip")
+            self.eta[slots[part]] = np.add(rows[:count], weighted[:count], out=rows[:count])
