@@ -292,7 +292,7 @@ _Some = TypeVar("_Some", _Sums, _Trimmed)
 
 
 def _norm(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    return tensor.abs().square().sum(dim=tuple(axes), keepdim=True).sqrt()
+    return tensor.abs().square_().sum(dim=tuple(axes), keepdim=True).sqrt()
 
 
 def _first_owner(networks: Networks, placements: Sequence[Placements], name: str) -> Tensor:

@@ -400,6 +400,8 @@ def _real_array(values: npt.ArrayLike, where: str) -> Array:
 
 def _require_finite(array: Array, where: str) -> None:
     """Refuse numbers that are not finite, or so large that their products would overflow."""
+    if array.size == 0 or (array.min() >= -LARGEST and array.max() <= LARGEST):
+        return  # most often, and without a copy; no comparison with NaN is true
     usable = np.abs(array) <= LARGEST
     if not usable.all():
         at = tuple(int(i) for i in np.argwhere(~usable)[0])
