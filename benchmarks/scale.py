@@ -233,7 +233,7 @@ def table(rows: list[dict[str, Any]], kind: str) -> str:
     for row in sorted(chosen, key=lambda r: (r["size"], list(MODES).index(r["mode"]))):
         each = 1000 * row["processor"] / row["size"]
         on_ray = row["mode"] in WORKERS  # the workers' time is not known
-        used = "| " if on_ray else f"{row['processor']:.1f} | {each:.1f}"
+        used = "|" if on_ray else f"{row['processor']:.1f} | {each:.1f}"
         lines.append(
             f"| {row['size']:,} | {row['mode']} | {row['seconds']:.1f} | {used} | "
             f"{row['process']:.0f} | {row['megabytes']:.0f} | {row['width']} | "

@@ -339,6 +339,36 @@ def test_a_node_that_lost_the_question_for_its_name_is_asked_again(
     assert_equal(flower.run.model.state_dict(), reference("fedavg"))
 
 
+def test_a_name_counts_that_comes_after_the_question_was_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nodes that answer slowly would else be asked forever, and never be heard."""
+    monkeypatch.setattr("nafi.federated.roster._ASK_AGAIN", 0.2)
+    questions, first = [], list[Message]()
+
+    def slow(message: Message, answer: Callable[[], Message]) -> list[Message]:
+        if message.metadata.message_type != "query":
+            return [answer()]
+        questions.append(message)
+        if len(questions) == 1:
+            first.append(answer())
+            return first
+        return []  # whatever is asked later waits behind what was asked before
+
+    net = grid(client_1=slow)
+    pull = net.pull_messages
+
+    def late(numbers: Any) -> list[Message]:
+        waits = len(questions) < 2 and first and first[0] in net.replies.get(numbers[0], [])
+        return [] if waits else pull(numbers)
+
+    net.pull_messages = late  # type: ignore[method-assign]
+    flower = federation(made("fedavg"), wait=60.0)
+    flower.start(net)
+    assert len(questions) >= 2
+    assert_equal(flower.run.model.state_dict(), reference("fedavg"))
+
+
 def test_a_refused_reply_is_not_held_in_memory(tmp_path: Path) -> None:
     flower = federation(made("fedavg"), acceptance=replace(SOME, max_bytes=1))
     grid()
