@@ -184,8 +184,8 @@ def network() -> MLP:
     return MLP(7, 9, 6, 3)
 
 
-def test_ray_needs_a_tree() -> None:
-    with pytest.raises(InputError, match="ray: only the groups of a tree"):
+def test_ray_needs_a_tree_or_a_probe() -> None:
+    with pytest.raises(InputError, match=r"ray: .*give tree or a probe"):
         nafi.fuse(descendants(4), INPUTS, ray="local")
 
 
@@ -216,6 +216,12 @@ def test_ray_gives_the_same_bytes_also_if_a_worker_is_killed(on_ray: Any, tmp_pa
     theirs = named_tensors(there.model)
     for name, tensor in named_tensors(here.model).items():
         assert torch.equal(tensor, theirs[name])
+    probe = torch.randn(30, 7, generator=torch.Generator().manual_seed(0))
+    one, two = (
+        nafi.fuse(descendants(4, noise=0.3), INPUTS, probe=probe, **options).model
+        for options in ({}, {"ray": "local"})
+    )
+    assert gap(one, two, (probe,)) < 1e-6  # workers may have another number of threads
     killed = list(map_on_ray("local", _dies_once, str(tmp_path), [0, 1, 2, 3]))
     assert killed == [0, 1, 4, 9]
     assert (tmp_path / "died").exists()

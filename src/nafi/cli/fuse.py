@@ -166,7 +166,8 @@ def fuse(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="With --tree: match the groups on Ray, local or the address of a cluster.",
+            help="Groups of --tree, or what models do on --probe, on Ray: local, or the address of "
+            "a cluster.",
         ),
     ] = None,
     input_shape: Annotated[list[str] | None, INPUT_SHAPE] = None,

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import ClassVar, Self, TypeVar
 
+from torch import Tensor
+
 from nafi.errors import InputError
 from nafi.fusion.budget import BUDGET, read_budget
 from nafi.fusion.clients import Clients
@@ -69,8 +71,8 @@ class Bayesian(MatchingOptions, AligningMethod):
     tree: match groups of at most so many models first, then their posteriors, in which a neuron of
         n models counts for n, and then place every model among what was found. For thousands of
         models: groups can be worked on side by side. By weights, without a probe
-    ray: work on the groups of a tree on Ray: "local" for the processors of this machine, or the
-        address of a cluster whose nodes see the same files
+    ray: work on the groups of a tree, or run models on a probe, on Ray: "local" for the processors
+        of this machine, or the address of a cluster whose nodes see the same files
     clip, trim: against models that may be harmful. Neurons longer than `clip` times the median of
         their layer are shortened; every number is the mean over the models that own it without the
         share `trim` of them at either end, and neurons of fewer models are not read. 2.0 and 0.2,
@@ -98,8 +100,6 @@ class Bayesian(MatchingOptions, AligningMethod):
         super().__post_init__()
         if self.budget is not None and self.max_width is not None:
             raise InputError("give max_width or budget, not both: each says how wide")
-        if self.ray is not None and self.tree is None:
-            raise InputError("ray: only the groups of a tree are matched side by side; give tree")
         check_clip(self.screen, self.batchnorm)
 
     @property
@@ -114,6 +114,14 @@ class Bayesian(MatchingOptions, AligningMethod):
         super().check_uses(**known)
         if self.bases == LEARNED and known.get("probe") is None:
             raise InputError(_NEEDS_PROBE)
+        if self.ray is not None and self.tree is None and known.get("probe") is None:
+            raise InputError(
+                "ray: what can be done side by side is the groups of a tree, and what models do on "
+                "a probe; give tree or a probe"
+            )
+
+    def with_probe(self, prepared: Networks, probe: Inputs, by_input: Tensor | None) -> Networks:
+        return replace(super().with_probe(prepared, probe, by_input), run=self.run)
 
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Networks:
         networks = super().prepare(clients, example_inputs, spec)

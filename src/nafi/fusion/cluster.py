@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -29,19 +29,19 @@ Result = TypeVar("Result")
 
 
 class Run(Protocol):
-    """`function(shared, task)` for each task, in this order."""
+    """`function(shared, task)` for each task, in this order; tasks are made when they are due."""
 
     def __call__(
         self,
         function: Callable[[Shared, Task], Result],
         shared: Shared,
-        tasks: Sequence[Task],
+        tasks: Iterable[Task],
         /,
     ) -> Iterator[Result]: ...
 
 
 def in_turn(
-    function: Callable[[Shared, Task], Result], shared: Shared, tasks: Sequence[Task], /
+    function: Callable[[Shared, Task], Result], shared: Shared, tasks: Iterable[Task], /
 ) -> Iterator[Result]:
     """In this process, one task after the other."""
     return (function(shared, task) for task in tasks)
@@ -56,7 +56,7 @@ def map_on_ray(
     address: str,
     function: Callable[[Shared, Task], Result],
     shared: Shared,
-    tasks: Sequence[Task],
+    tasks: Iterable[Task],
     /,
 ) -> Iterator[Result]:
     """On Ray.

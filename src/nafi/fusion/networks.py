@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nafi.errors import InputError, SpecError
 from nafi.fusion.clients import Clients
+from nafi.fusion.cluster import Run, in_turn
 from nafi.fusion.recording import Recording, record, unlike_rows
 from nafi.fusion.screen import Screen
 from nafi.fusion.stored import Spill, StoredStates
@@ -59,6 +60,7 @@ class Networks:
     learnt: the tensors that clients trained; buffers are merged but say nothing of a neuron
     probe: inputs without labels, if there are any
     by_input: (S, inputs) how much each client counts for each of them, if that differs
+    run: where the clients are run on the probe
     bases: what is free beyond the order of neurons, where that is made use of
     """
 
@@ -71,6 +73,7 @@ class Networks:
     learnt: frozenset[str]
     probe: Inputs | None = None
     by_input: Tensor | None = None
+    run: Run = in_turn
     bases: Bases = field(default_factory=Bases)
 
     @cached_property
@@ -125,10 +128,8 @@ class Networks:
     def recordings(self) -> tuple[Recording, ...]:
         """What each client's network does on the probe."""
         assert self.probe is not None
-        models = (self._client(s) for s in range(len(self.states)))
-        recordings = tuple(
-            record(model, spec, self.probe) for model, spec in zip(models, self.specs, strict=True)
-        )
+        clients = ((self._client(s), spec) for s, spec in enumerate(self.specs))
+        recordings = tuple(self.run(_record, self.probe, clients))
         recordings[0].kept.update(unlike_rows(self.template, self.spec, self.probe))
         return recordings
 
@@ -329,6 +330,11 @@ def _spilled(states: Iterable[Mapping[str, Tensor]]) -> Sequence[Mapping[str, Te
         spill.add(state)
         del state  # not held while the next one is made
     return spill.states()
+
+
+def _record(probe: Inputs, client: tuple[nn.Module, ModelSpec]) -> Recording:
+    """What one client does on a probe; here, or on a worker of a cluster."""
+    return record(*client, probe)
 
 
 def _square(tensor: Tensor) -> float:
