@@ -23,7 +23,7 @@ from nafi.graph import permute
 ours = ["nafi", "pfnm", "ot", "rebasin", "fedavg", "stack", "ensemble"]
 assert list(METHODS)[:7] == ours
 assert set(METHODS) - set(ours) == {"greedy", "broken", "liar"}
-assert option_names("greedy") == ("batchnorm", "restore_norm", "refit", "reference")
+assert option_names("greedy") == ("batchnorm", "restore_norm", "refit", "weigh_inputs", "reference")
 
 factory = lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 torch.manual_seed(0)
