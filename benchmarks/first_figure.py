@@ -3,7 +3,7 @@
     python benchmarks/first_figure.py    # reads results/, writes docs/drawings/first.svg
 
 Hides: how records become dots. Promises: every number is a mean over the committed records, every
-problem of the experiment is on it, and of the two ensembles the better one is shown.
+problem of the experiment is on it, and of several ways the one with the best mean is shown.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from oneshot_figure import Records, by_problem
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "drawings" / "first.svg"
 SERIES = {  # class of its dots -> what it is called, and the methods of which the best is shown
     "alone": ("best client alone", ["local best"]),
-    "merged": ("fused by nafi: size of one client", ["nafi 1x probe 256 head"]),
-    "stack": ("fused by stack: size of one client", ["stack 1x probe 256 head"]),
-    "ensemble": ("ensemble: size of all clients", ["ensemble", "ensemble by class"]),
+    "merged": (
+        "fused by nafi: size of one client",
+        ["nafi 1x probe 256 head", "nafi 1x probe 256 by input distilled"],
+    ),
+    "stack": (
+        "fused by stack: size of one client",
+        ["stack 1x probe 256 head", "stack 1x probe 256 distilled"],
+    ),
+    "ensemble": (
+        "ensemble: size of all clients",
+        ["ensemble", "ensemble by class", "ensemble by input"],
+    ),
 }
 LEFT, RIGHT, TOP, ROW = 180, 462, 112, 38  # of the scale, and of its rows, in pixels
 WIDTH = 560

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.fusion.budget import measured_size
-from nafi.fusion.clients import Array, check_clients
+from nafi.fusion.clients import Array, Clients, check_clients
 from nafi.fusion.distill import distill_on, weights_by_input
 from nafi.fusion.head import solve_head, statistics
 from nafi.fusion.judge import (
@@ -137,14 +137,8 @@ def fuse(
     if not clients.stored:
         for model in clients.models:  # loaded weights leave lazy layers without their sizes
             materialise(model, example_inputs)
-    if spec is not None and not isinstance(spec, ModelSpec):
-        raise InputError(f"spec: found {type(spec).__name__}, expected a ModelSpec of nafi.groups")
+    _check_arguments(spec, head, distill, probe)
     _check_functions(progress=progress, validate=validate)
-    if head is not None and not isinstance(head, Iterable):
-        raise InputError(f"head: found {type(head).__name__}, expected batches (inputs, labels)")
-    whole(0).check(distill, "distill")
-    if distill and probe is None:
-        raise InputError("distill: needs a probe, the inputs to train on: probe=")
     if validate is None:
         chosen.check_one_variant()
     report = progress or (lambda step, done, total: None)
@@ -166,12 +160,7 @@ def fuse(
         if getattr(chosen, "weigh_inputs", True):
             by_input = weights_by_input(clients, probe, inputs)
         prepared = chosen.with_probe(prepared, inputs, by_input)
-    steps: list[_Step] = []
-    if distill and inputs is not None:
-        distilled = partial(distill_on, clients=clients, inputs=inputs, by_input=by_input)
-        steps.append(partial(distilled, progress=report, steps=distill))
-    if head is not None:
-        steps.append(partial(_with_head, batches=list(head), progress=report))
+    steps = _steps(distill, head, clients, inputs, by_input, report)
     steps.append(partial(_measured, clients=clients.models, inputs=example_inputs))
     fuse_variant = partial(_fuse, prepared=prepared, probe=inputs, steps=steps, progress=report)
     if validate is None:
@@ -211,6 +200,16 @@ def _named(probe: object) -> str:
     return probe if isinstance(probe, str) else "inputs"
 
 
+def _check_arguments(spec: object, head: object, distill: int, probe: object) -> None:
+    if spec is not None and not isinstance(spec, ModelSpec):
+        raise InputError(f"spec: found {type(spec).__name__}, expected a ModelSpec of nafi.groups")
+    if head is not None and not isinstance(head, Iterable):
+        raise InputError(f"head: found {type(head).__name__}, expected batches (inputs, labels)")
+    whole(0).check(distill, "distill")
+    if distill and probe is None:
+        raise InputError("distill: needs a probe, the inputs to train on: probe=")
+
+
 def _check_functions(**functions: object) -> None:
     for name, function in functions.items():
         if function is not None and not callable(function):
@@ -231,6 +230,24 @@ def _fuse(
     for step in steps:
         result = step(result)
     return result
+
+
+def _steps(
+    distill: int,
+    head: Iterable[Any] | None,
+    clients: Clients,
+    inputs: Inputs | None,
+    by_input: Tensor | None,
+    progress: Progress,
+) -> list[_Step]:
+    """What is done to the result of a method: training on the probe, then the last layer."""
+    steps: list[_Step] = []
+    if distill and inputs is not None:
+        distilled = partial(distill_on, clients=clients, inputs=inputs, by_input=by_input)
+        steps.append(partial(distilled, progress=progress, steps=distill))
+    if head is not None:
+        steps.append(partial(_with_head, batches=list(head), progress=progress))
+    return steps
 
 
 def _with_head(result: FusionResult, batches: Sequence[Any], progress: Progress) -> FusionResult:
