@@ -24,6 +24,10 @@ CURVES = {  # what the picture calls it -> records, from small to large, and how
         [f"nafi 1x {HEAD}", f"nafi 2x {HEAD}"],
         {"color": "#1f5fa8", "marker": "o"},
     ),
+    "nafi without labels, by input, distilled": (
+        ["nafi 1x probe 256 by input distilled", "nafi 2x probe 256 by input distilled"],
+        {"color": "#1f8a8a", "marker": "^"},
+    ),
     "1, 2, 4 whole clients side by side": (
         ["stack-1 head", "stack-2 head", "stack-4 head"],
         {"color": "#e08a1e", "marker": "s", "linestyle": "--"},
