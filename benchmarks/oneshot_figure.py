@@ -86,9 +86,18 @@ def main() -> None:
     for row in grid:
         row[0].set_ylabel("test accuracy or dice, %", fontsize=9)
     figure.supxlabel("parameters of the fused network, times one client's", fontsize=9)
-    handles, labels = grid[0, 0].get_legend_handles_labels()
+    known = {  # not every curve is in every panel
+        label: handle
+        for axes in grid.flatten()
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(
-        handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=9
+        known.values(),
+        known.keys(),
+        loc="outside upper center",
+        ncols=columns,
+        frameon=False,
+        fontsize=9,
     )
     figure.savefig(HERE / "docs" / "frontier.png", dpi=110)
 
