@@ -166,6 +166,59 @@ def test_any_view_can_have_another_title() -> None:
                 assert all("Another title" in figure for figure in section.figures)
 
 
+def test_leads_are_differences_within_a_trial() -> None:
+    """Trials differ by 20 points, the lead by 2: its spread is that of the lead."""
+    runs = [
+        record("pfnm", 0, 60.0),
+        record("pfnm", 1, 80.0),
+        record("pfnm", 2, 10.0),  # a trial that nafi does not have
+        record("nafi", 0, 61.0),
+        record("nafi", 1, 83.0),
+        record("ot", 0, 65.0),
+    ]
+    leads = [("nafi", "pfnm"), ("ot", "nafi"), ("nafi", "fedavg")]
+    (table, _) = VIEWS["leads"](Material(runs, leads=leads))
+    assert isinstance(table, TextTable)
+    assert table.headings == ("points", "15 clients")
+    assert table.rows == (("nafi over pfnm", "+2.0 ± 1.4"), ("ot over nafi", "+4.0"))
+
+
+def test_leads_after_two_rounds_and_with_the_solved_head() -> None:
+    def in_rounds(method: str, scores: list[float], solved: list[float]) -> dict[str, Any]:
+        rounds = [
+            {"test": t, "head_test": h, "validation": t}
+            for t, h in zip(scores, solved, strict=True)
+        ]
+        config = {"name": "r", "title": "R", "rounds": 3}
+        more = {"rounds": rounds, "head_test": solved[-1], "config": config}
+        return record(method, 0, scores[-1], **more)
+
+    runs = [
+        in_rounds("nafi", [1.0, 5.0, 9.0], [2.0, 7.0, 9.5]),
+        in_rounds("fedavg", [3.0, 4.0, 8.0], [3.0, 9.0, 10.0]),
+    ]
+    tables = list(VIEWS["leads"](Material(runs, leads=[("nafi", "fedavg")])))
+    assert {table.title: table.rows[0][1] for table in tables if isinstance(table, TextTable)} == {
+        "Leads after the last round": "+1.0",
+        "Leads after the last round, last layer solved": "-0.5",
+        "Leads after two rounds": "+1.0",
+        "Leads after two rounds, last layer solved": "-2.0",
+    }
+
+
+def test_the_barrier_is_the_loss_above_the_clients_of_the_trial() -> None:
+    runs = [
+        record("local", 0, 50.0, test_loss=1.0),
+        record("local", 1, 50.0, test_loss=2.0),
+        record("nafi", 0, 50.0, test_loss=1.25),
+        record("nafi", 1, 50.0, test_loss=2.25),
+        record("nafi", 2, 50.0, test_loss=9.0),  # of clients that nobody knows
+    ]
+    (table,) = VIEWS["barrier"](Material(runs))
+    assert isinstance(table, TextTable)
+    assert table.rows == (("nafi", "0.25 ± 0.00"),)
+
+
 RESULTS = Path(__file__).parents[1] / "results"
 
 

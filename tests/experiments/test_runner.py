@@ -660,6 +660,14 @@ IN_ROUNDS = "rounds = 2\n" + METHOD
             METHOD + 'method = "nafi"\n[report]\nviews = ["score"]\ntitles = { widths = "W" }',
             "report: titles: 'widths' is none of the views score",
         ),
+        (
+            METHOD + 'method = "nafi"\n[report]\nleads = [["n", "pfmn"]]',
+            "report: leads: there is no method 'pfmn'",
+        ),
+        (
+            METHOD + 'method = "nafi"\n[report]\nleads = [["n"]]',
+            "report.leads.0.1: field required",
+        ),
         (METHOD + 'method = "nafi"\nwidths_of = "n"', "is no method with widths of its own"),
         ('without = ["x"]\n' + METHOD + 'method = "nafi"', "without: there is no method 'x'"),
         ("widths = [5]\nhidden = [2]\n" + METHOD + 'method = "nafi"', "hidden: the network"),

@@ -155,11 +155,13 @@ class ReportConfig(_Strict):
     views: names of tables and figures, see `nafi.reports`; none for those of any experiment
     titles: view -> another title for its tables, or for its figure if it has no table
     paper: what the view "paper" compares with
+    leads: pairs of methods, of which the view "leads" says how far the first is ahead
     """
 
     views: list[str] = []
     titles: dict[str, str] = {}
     paper: PaperConfig | None = None
+    leads: list[tuple[str, str]] = []
 
     @model_validator(mode="after")
     def _check_titles(self) -> Self:
@@ -407,6 +409,7 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Ex
     profiles = content.pop("profile", {})
     if not isinstance(profiles, dict) or not all(isinstance(p, dict) for p in profiles.values()):
         raise InputError(f"{name}: profile: expected tables [profile.NAME]")
+    elsewhere = _method_names([content, *profiles.values()])
     if profile is not None:
         if profile not in profiles:
             known = ", ".join(profiles) or "none"
@@ -423,6 +426,7 @@ def load_experiment(name: str, profile: str | None = None, **changes: Any) -> Ex
     try:
         for part in experiment.parts:
             _check_methods(part)
+        _check_leads(experiment, elsewhere)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     return experiment
@@ -456,6 +460,21 @@ def packaged_report(name: str | None) -> dict[str, Any]:
     if name not in experiment_names():
         return {}
     return load_experiment(str(name)).report.as_table()
+
+
+def _method_names(tables: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The names of all methods of a file and its profiles, as far as they can be read."""
+    lists = [table.get("methods") for table in tables]
+    methods = [method for each in lists if isinstance(each, list) for method in each]
+    return {str(method.get("name")) for method in methods if isinstance(method, dict)}
+
+
+def _check_leads(experiment: Experiment, elsewhere: set[str]) -> None:
+    """Refuse a comparison of methods that neither the experiment has nor another profile."""
+    known = elsewhere | {method.name for part in experiment.parts for method in part.methods}
+    for method in itertools.chain.from_iterable(experiment.report.leads):
+        if method not in known:
+            raise InputError(f"report: leads: there is no method {method!r}")
 
 
 def _check_methods(experiment: Experiment) -> None:

@@ -113,7 +113,8 @@ def _shown(
     views = report.get("views") or USUAL
     check_views(views)
     paper = Paper.of(report["paper"]) if report.get("paper") else Paper()
-    material = Material(records, paper, photos)
+    leads = [(method, other) for method, other in report.get("leads") or []]
+    material = Material(records, paper, photos, leads)
     titles = report.get("titles") or {}
     return [
         shown for view in views for shown in _titled(list(VIEWS[view](material)), titles.get(view))

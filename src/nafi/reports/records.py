@@ -201,6 +201,42 @@ def _best_methods(
     return [m for m in shown if shown[m] == best_of(shown.values())] if len(shown) > 1 else []
 
 
+def lead_table(
+    records: Sequence[Record], leads: Sequence[tuple[str, str]], title: str, field: str = "test"
+) -> TextTable:
+    """How far one method is ahead of another: the mean and spread of the differences in each trial.
+
+    Clients differ more between trials than methods do among the same clients, so differences vary
+    less than the scores. Only trials that both methods have are compared.
+
+    leads: (method, the one it is compared with), a row for each; a column for each cell
+    """
+    scores = {(CellKey.of(r), r["method"], r["trial"]): float(r[field]) for r in records}
+    cells = list(by_cell(records, lambda r: r[field]))
+    trials = sorted({trial for _, _, trial in scores})
+
+    def text(cell: CellKey, method: str, other: str) -> str:
+        pairs = [((cell, method, trial), (cell, other, trial)) for trial in trials]
+        ahead = [scores[a] - scores[b] for a, b in pairs if a in scores and b in scores]
+        if not ahead:
+            return ""
+        summary = Summary.of(ahead)
+        return f"{summary.mean:+.1f}" + (
+            "" if summary.spread is None else f" ± {summary.spread:.1f}"
+        )
+
+    rows = [
+        (f"{method} over {other}", *(text(cell, method, other) for cell in cells))
+        for method, other in leads
+    ]
+    return TextTable(
+        title,
+        ("points", *map(cell_name, cells)),
+        tuple(row for row in rows if any(row[1:])),
+        note="differences within each trial; without ± there is one",
+    )
+
+
 def compared_table(records: Sequence[Record], paper: Paper) -> TextTable:
     """Ours beside the paper's, for the cells and methods that both have.
 

@@ -29,6 +29,7 @@ from nafi.reports.records import (
     compared_table,
     family,
     in_order,
+    lead_table,
     metric_of,
     score_table,
     site_tables,
@@ -48,11 +49,13 @@ class Material:
     """What views are made of.
 
     photos: looks up what is not in records, for pictures of samples
+    leads: (method, the one it is compared with)
     """
 
     records: Sequence[Record]
     paper: Paper = field(default_factory=Paper)
     photos: Photos | None = None
+    leads: Sequence[tuple[str, str]] = ()
 
     @property
     def in_rounds(self) -> list[Record]:
@@ -64,6 +67,8 @@ class Material:
         """What the numbers of the records are."""
         return metric_of(self.records)
 
+
+_SOLVED = ", last layer solved"
 
 View = Callable[[Material], "Iterator[TextTable | Figure]"]
 VIEWS: dict[str, View] = {}
@@ -103,6 +108,21 @@ def _loss(material: Material) -> Iterator[TextTable | Figure]:
     known = [r for r in material.records if "test_loss" in r]
     if known:
         yield score_table(known, "Loss on test data, the lower the better", "test_loss", min)
+
+
+@view("barrier")
+def _barrier(material: Material) -> Iterator[TextTable | Figure]:
+    """The loss of fused networks above the mean loss of the clients they are made of."""
+    known = [r for r in material.records if "test_loss" in r]
+    ends = {(CellKey.of(r), r["trial"]): r["test_loss"] for r in known if r["method"] == "local"}
+    above = [
+        {**r, "barrier": r["test_loss"] - ends[CellKey.of(r), r["trial"]]}
+        for r in known
+        if r["method"] != "local" and (CellKey.of(r), r["trial"]) in ends
+    ]
+    if above:
+        title = "Barrier: loss above the clients' mean loss, the lower the better"
+        yield score_table(above, title, "barrier", min)
 
 
 @view("test-picked")
@@ -366,12 +386,32 @@ def _recall_lost(records: Sequence[Record], without: Sequence[Record]) -> str:
 @view("early")
 def _early(material: Material) -> Iterator[TextTable | Figure]:
     """Scores after the second round, with the trained and with the solved last layer."""
+    for label, early in _after_two_rounds(material):
+        title = f"{material.metric.capitalize()} after two rounds{label}"
+        yield score_table(early, title, "early")
+
+
+def _after_two_rounds(material: Material) -> Iterator[tuple[str, list[Record]]]:
+    """With the trained and with the solved last layer: what to call it, records with "early"."""
     timed = [r for r in material.in_rounds if len(r["rounds"]) > 2]
-    for name, label in (("test", ""), ("head_test", ", last layer solved")):
-        early = [{**r, "early": r["rounds"][1][name]} for r in timed if name in r["rounds"][1]]
+    for name, label in (("test", ""), ("head_test", _SOLVED)):
+        early: list[Record] = [
+            {**r, "early": r["rounds"][1][name]} for r in timed if name in r["rounds"][1]
+        ]
         if early:
-            title = f"{material.metric.capitalize()} after two rounds{label}"
-            yield score_table(early, title, "early")
+            yield label, early
+
+
+@view("leads")
+def _leads(material: Material) -> Iterator[TextTable | Figure]:
+    """How far methods are ahead of those that the experiment compares them with."""
+    timed = any(r.get("rounds") for r in material.records)
+    usual = "Leads" + (" after the last round" if timed else "")
+    yield lead_table(material.records, material.leads, usual)
+    solved = [r for r in material.records if "head_test" in r]
+    yield lead_table(solved, material.leads, f"{usual}{_SOLVED}", "head_test")
+    for label, early in _after_two_rounds(material):
+        yield lead_table(early, material.leads, f"Leads after two rounds{label}", "early")
 
 
 @view("bytes")
