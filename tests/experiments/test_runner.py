@@ -736,6 +736,18 @@ def test_reports_of_experiments_that_come_with_nafi_are_not_in_their_records() -
     assert report_of(record)["views"] == ["widths"]
 
 
+def test_a_file_that_is_edited_while_it_runs_does_not_stop_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The records then carry the [report] table that they were run with."""
+    tried = [{"options": {}, "validation": 1.0, "test": 2.0, "widths": [], "seconds": 0.0}]
+    cell = cells(load_experiment("mnist-poison", "quick"))[0]
+    (tmp_path / "mnist-poison.toml").write_text("half a li")
+    monkeypatch.setattr("nafi.experiments.config.PAPER", tmp_path)
+    record = make_record(cell, tried, 1.0)
+    assert report_of(record)["views"] == cell.experiment.report.views
+
+
 def test_a_file_has_one_run_at_a_time(tmp_path: Path) -> None:
     """The second is refused and changes nothing; once the first has ended, it may."""
     experiment, file = Experiment(**SMALL).only(["local"]), tmp_path / "new" / "r.jsonl"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,14 @@ from nafi.files import atomic_path, check_writable
 from nafi.version import __version__
 
 
+def _comes_with_nafi(name: str, report: Mapping[str, Any]) -> bool:
+    """Whether this is the [report] table of the file of that name that comes with nafi."""
+    try:
+        return report == packaged_report(name)
+    except InputError:  # whoever edits the file while it runs does not lose the run
+        return False
+
+
 def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
     """The record of a cell; the choice among what was tried is made on validation data alone.
 
@@ -35,7 +43,7 @@ def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
     best = max(tried, key=lambda entry: entry["validation"])
     picked = max(tried, key=lambda entry: entry["test"])
     report = experiment.report.as_table()
-    known = report == packaged_report(experiment.name)
+    known = _comes_with_nafi(experiment.name, report)
     return {
         "experiment": experiment.label,
         "trial": cell.trial,
