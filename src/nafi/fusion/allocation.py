@@ -43,9 +43,12 @@ def cut_to(
     while cost > limit:
         rate, network = min(((n.rate, n) for n in networks), key=lambda pair: pair[0])
         if rate == inf:
+            several = len(parts) > 1
             raise InputError(
-                f"budget: found {limit:.4g}, but {len(parts)} clients need {cost:.4g} even with "
-                "the fewest neurons; keep fewer of them (keep=), or allow more"
+                f"budget: found {limit:.4g}, but "
+                + (f"{len(parts)} clients need" if several else "the network needs")
+                + f" {cost:.4g} even with the fewest neurons; "
+                + ("keep fewer of them (keep=), or allow more" if several else "allow more")
             )
         cost -= network.shrink()
     return [network.widths for network in networks]

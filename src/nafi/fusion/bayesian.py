@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import ClassVar, Self, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.fusion.budget import BUDGET, read_budget
@@ -23,6 +23,8 @@ from nafi.fusion.learned_bases import learn_bases
 from nafi.fusion.method import AligningMethod, Alignment, Progress
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, check_clip
+from nafi.fusion.pruning import prunable, prune
+from nafi.fusion.refit import Refit
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
 from nafi.fusion.tree import (
@@ -35,8 +37,8 @@ from nafi.fusion.tree import (
     match_groups,
     summarise,
 )
-from nafi.fusion.widths import MAX_WIDTH, MaxWidth, largest_factor, width_limits
-from nafi.graph import Inputs, ModelSpec
+from nafi.fusion.widths import MAX_WIDTH, MaxWidth, fitted_widths, largest_factor, width_limits
+from nafi.graph import Inputs, ModelSpec, tied_limits
 from nafi.matching import DIVERGENCES, Matching, Owners
 from nafi.options import Constraint, number, one_of, one_or_several, option, optional, whole
 
@@ -49,6 +51,8 @@ ADDRESS = Constraint(
 )
 # Where nothing else says how wide the fused network is to be.
 PENALTY = 0.4
+# How many times as wide a network is before it is pruned to a budget.
+PRUNE_FROM = 2.0
 
 _Item = TypeVar("_Item")
 
@@ -60,13 +64,17 @@ class Bayesian(MatchingOptions, AligningMethod):
     direction: "bottom-up", or "top-down" as in the public PFNM code
     max_width: most neurons of a group: a whole number, a float as a factor of the local width, or
         either by group name. With a probe, as many are kept apart as differ, up to this
-    budget: instead, the largest factor that keeps the whole network within "2.0 params" or
-        "2.0 flops", times one client's, or a size such as "300 kB". A list needs validate=
+    budget: instead, for the whole network: "2.0 params" or "2.0 flops", times one client's, or a
+        size such as "300 kB". With a probe, layers get the widths at which least is lost; without
+        one, the largest factor that fits. A list needs validate=
     bases: where nothing acts on neurons one by one, as in the residual stream of a transformer and
         within its heads, there are bases instead of neurons: "rotated" turns those of all models
         into a common one; "learned" then goes on turning them on the probe, until the mean of all
         weights says what the ensemble says, and leaves norms as they are; "ordered" only looks for
         an order
+    prune_from: with a probe, match up to so many times as wide as the limit says, and keep the
+        neurons that the layers above would miss most. None for 2 with a budget, which then says
+        where they go as well, and for 1, so that nothing is pruned, with max_width
     match_by: with a probe, "responses" to it, or "weights" as without one
     tree: match groups of at most so many models first, then their posteriors, in which a neuron of
         n models counts for n, and then place every model among what was found. For thousands of
@@ -89,6 +97,7 @@ class Bayesian(MatchingOptions, AligningMethod):
     direction: str = option(one_of(DIRECTIONS), "bottom-up")
     max_width: MaxWidth = option(MAX_WIDTH, None)
     budget: str | float | Sequence[str | float] | None = option(one_or_several(BUDGET), None)
+    prune_from: float | None = option(optional(number(at_least=1)), None)
     match_by: str = option(one_of(("responses", "weights")), "responses")
     bases: str = option(one_of(BASES), "rotated")
     tree: int | None = option(optional(whole(2)), None)
@@ -100,6 +109,14 @@ class Bayesian(MatchingOptions, AligningMethod):
         super().__post_init__()
         if self.budget is not None and self.max_width is not None:
             raise InputError("give max_width or budget, not both: each says how wide")
+        if (self.prune_from or 1) > 1:
+            if self.budget is None and self.max_width is None:
+                raise InputError("prune_from: give max_width or budget, the limit to prune to")
+            if self.bases == LEARNED or not self.refit:
+                raise InputError(
+                    "prune_from: what is left is refitted, which changes bases that were learnt; "
+                    "leave out bases='learned' and refit=False, or prune_from"
+                )
         check_clip(self.screen, self.batchnorm)
 
     @property
@@ -114,6 +131,8 @@ class Bayesian(MatchingOptions, AligningMethod):
         super().check_uses(**known)
         if self.bases == LEARNED and known.get("probe") is None:
             raise InputError(_NEEDS_PROBE)
+        if (self.prune_from or 1) > 1 and known.get("probe") is None:
+            raise InputError("prune_from: which neurons matter is measured on a probe: probe=")
         if self.ray is not None and self.tree is None and known.get("probe") is None:
             raise InputError(
                 "ray: what can be done side by side is the groups of a tree, and what models do on "
@@ -204,11 +223,47 @@ class Bayesian(MatchingOptions, AligningMethod):
         return Descent(networks, options, limits, moments or {}, matched, match_by)
 
     def _limits(self, networks: Networks) -> dict[str, int]:
-        """Group -> most neurons."""
+        """Group -> most neurons that are kept apart, some of which may be pruned."""
+        wider = self.oversize(networks.probe is not None)
+        limits = self._final_limits(networks, least=1.0 if wider > 1 else None)
+        if wider > 1:
+            for name in prunable(networks):
+                limits[name] = min(round(wider * limits[name]), sum(networks.local_widths(name)))
+            for tie in networks.tied_widths:
+                limits |= tied_limits(tie, limits)
+        return limits
+
+    def _final_limits(self, networks: Networks, least: float | None) -> dict[str, int]:
+        """Group -> most neurons, all by the same factor; least: of the factors for a budget."""
         widest = self.max_width
         if self.budget is not None:
-            widest = largest_factor(networks, read_budget(self.budget))
+            widest = largest_factor(networks, read_budget(self.budget), least)
         return width_limits(networks, widest)
+
+    def oversize(self, with_probe: bool) -> float:
+        """How many times as wide as its limit a network is matched; above 1, it is pruned then."""
+        if not with_probe or not self.refit or self.bases == LEARNED:
+            return 1.0
+        usual = 1.0 if self.budget is None else PRUNE_FROM
+        return usual if self.prune_from is None else self.prune_from
+
+    def pruned(
+        self, networks: Networks, alignment: Alignment, model: nn.Module, progress: Progress
+    ) -> tuple[Alignment, nn.Module, Refit] | None:
+        if self.oversize(networks.probe is not None) == 1:
+            return None
+        progress("pruning", 0, 1)
+        names = prunable(networks)
+
+        def within_limits(lost: Mapping[str, Sequence[float]]) -> dict[str, int]:
+            limits = self._final_limits(networks, least=1.0)
+            return {name: min(limits[name], alignment.widths[name]) for name in lost}
+
+        def within_budget(lost: Mapping[str, Sequence[float]]) -> dict[str, int]:
+            return fitted_widths(networks, alignment.widths, lost, read_budget(self.budget))
+
+        choose = within_limits if self.budget is None else within_budget
+        return prune(networks, alignment, model, names, choose, progress)
 
     def for_networks(self, networks: Networks) -> Self:
         """With what was left open said, now that it is known what there is to work with."""

@@ -85,7 +85,7 @@ def forecast(
     start = time.perf_counter()
     networks = _networks(method, network, example_inputs, shapes, names)
     traced = time.perf_counter() - start
-    bounds = _bounds(method, networks)
+    bounds = _bounds(method, networks, probe)
     params, of_client = _params(method, networks, bounds)
     matching, rate = _matching(method, networks, bounds)
     refit, run = _refit(networks, example_inputs, probe)
@@ -152,7 +152,7 @@ def _networks(
     return replace(networks, specs=tuple(networks.spec.resized(each) for each in widths))
 
 
-def _bounds(method: Method, networks: Networks) -> dict[str, tuple[int, int]]:
+def _bounds(method: Method, networks: Networks, probe: int) -> dict[str, tuple[int, int]]:
     """Group -> least and most neurons of the fused network."""
     local = {name: networks.local_widths(name) for name in networks.spec.groups}
     if isinstance(method, Stack):
@@ -161,6 +161,10 @@ def _bounds(method: Method, networks: Networks) -> dict[str, tuple[int, int]]:
     if not isinstance(method, Bayesian):
         return {name: (max(widths), max(widths)) for name, widths in local.items()}
     limits = [width_limits(networks, limit) for limit in _limits(method, networks)]
+    wider = method.oversize(probe > 0)
+    if method.budget is not None and wider > 1:  # pruned to where least is lost
+        most = {name: max(each[name] for each in limits) for name in local}
+        return {name: (1, min(int(wider * most[name]), sum(local[name]))) for name in local}
     return {
         name: (min(max(widths), limits[0][name]), max(each[name] for each in limits))
         for name, widths in local.items()
@@ -172,7 +176,7 @@ def _limits(method: Bayesian, networks: Networks) -> list[Any]:
     if method.budget is None:
         return [method.max_width]
     listed = method.budget if is_listed(method.budget) else [method.budget]
-    return [largest_factor(networks, read_budget(budget)) for budget in listed]  # type: ignore[union-attr]
+    return [largest_factor(networks, read_budget(budget), least=1.0) for budget in listed]  # type: ignore[union-attr]
 
 
 def _params(

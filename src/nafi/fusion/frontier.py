@@ -83,7 +83,7 @@ def frontier(
     """Fuse models within several budgets, and score all results.
 
     validate, probe, head, class_counts, sample_counts, names, progress: as `nafi.fuse` has them
-    budgets: in params or flops, times one client's; methods that merge cannot have less than one
+    budgets: in params or flops, times one client's; those that a method cannot keep are left out
     methods: names of methods with a budget
 
     Whole clients side by side, the best first, are the control of every size.

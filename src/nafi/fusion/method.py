@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
@@ -25,7 +25,16 @@ from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.refit import Refit, refit
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
-from nafi.graph import Inputs, ModelSpec, Normalisation, Placement, Positions, Rotated, Shares
+from nafi.graph import (
+    Inputs,
+    ModelSpec,
+    Normalisation,
+    Placement,
+    Positions,
+    Rotated,
+    Shares,
+    Thinned,
+)
 from nafi.matching import Index, Matching
 from nafi.options import SWITCH, Options, is_listed, one_of, option
 
@@ -187,17 +196,22 @@ class AligningMethod(Method):
     def align(self, networks: Networks, progress: Progress) -> Alignment:
         """Where every client's neurons go."""
 
+    def pruned(
+        self, networks: Networks, alignment: Alignment, model: nn.Module, progress: Progress
+    ) -> tuple[Alignment, nn.Module, Refit] | None:
+        """A part of a fused network, refitted, for a method that matches more than is to stay."""
+        return None
+
     def fuse(self, prepared: Networks, progress: Progress) -> FusionResult:
         if prepared.probe is not None:
             if self.refit and (refused := self._refused_refit()):
                 raise InputError(f"refit: {refused}")
             progress("running the clients on the probe", 0, len(prepared.spec.groups))
         alignment = self.align(prepared, progress)
-        placements, widths = alignment.placements, alignment.widths
         model = merged_network(
             prepared,
-            placements,
-            widths,
+            alignment.placements,
+            alignment.widths,
             restore_norm=self.restores_norm,
             screen=self.screen,
             parts=alignment.parts,
@@ -205,7 +219,11 @@ class AligningMethod(Method):
         )
         refitted = Refit()
         if prepared.probe is not None and self.refit:
-            refitted = refit(prepared, placements, model, progress)
+            refitted = refit(prepared, alignment.placements, model, progress)
+            pruned = self.pruned(prepared, alignment, model, progress)
+            if pruned is not None:
+                alignment, model, refitted = pruned
+        placements, widths = alignment.placements, alignment.widths
         model, spec, architecture = finished_network(prepared, placements, widths, model)
         return FusionResult(
             model,
@@ -231,10 +249,10 @@ class AligningMethod(Method):
 
 
 def main_places(placement: Placement) -> Index:
-    """The place that most of each neuron goes to."""
+    """The place that most of each neuron goes to; -1 if it is gone."""
     if isinstance(placement, Shares):
         return np.asarray(placement.plan.argmax(dim=1).numpy())
     if isinstance(placement, Rotated):
         placement = placement.owned
-    assert isinstance(placement, Positions)
+    assert isinstance(placement, Positions | Thinned)
     return np.asarray(placement.index.numpy())

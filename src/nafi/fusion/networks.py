@@ -149,6 +149,19 @@ class Networks:
             states=self.states[index : index + 1],
         )
 
+    def fused(self, model: nn.Module, widths: Mapping[str, int]) -> Networks:
+        """A network of `build` in the place of all clients."""
+        model = _as_used(model)
+        return replace(
+            self,
+            clients=self.clients.only(0),
+            make_template=lambda: model,
+            specs=(self.spec.resized(widths),),
+            states=(_state(model),),
+            by_input=None,
+            run=in_turn,
+        )
+
     def group(self, chosen: Sequence[int]) -> Networks:
         """Some of the clients, with the first of all as a template."""
         return self._some(chosen, self.clients.only(*chosen))

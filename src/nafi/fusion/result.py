@@ -111,7 +111,8 @@ class FusionResult:
     assignments: group -> for each client the place of each of its neurons in the fused model,
         (J_s,), or (parent's width, J_s) within each member of a parent; -1 for one that is gone
     matchings: group -> what `nafi.match` returned, without the neurons themselves, which are in the
-        model; `group[i]` within member i of a parent, with its owners only
+        model; `group[i]` within member i of a parent, with its owners only. Of a network that was
+        pruned, what was found before
     scores: of clients, ensemble and fused model, if there was a function to `validate` them
     agreement: of the fused model with the ensemble of its clients, if there was a probe
     fits: weight -> how it was refitted on the probe
@@ -142,7 +143,8 @@ class FusionResult:
             if parent is None:
                 counts[np.unique(assigned[assigned >= 0])] += 1
             else:
-                counts[self.assignments[parent][s][:, None], assigned] += 1
+                members = self.assignments[parent][s]
+                counts[members[members >= 0, None], assigned[members >= 0]] += 1
         return counts
 
     def summary(self) -> list[dict[str, Any]]:

@@ -203,6 +203,31 @@ def with_inputs(gram: Tensor, weights: Tensor, variance: float) -> Reader:
     return Reader(gram, torch.cat([weights / variance**0.5, identity / spread**0.5], dim=1), 1.0)
 
 
+def _groups_read(
+    product: Product, spec: ModelSpec, names: Collection[str]
+) -> tuple[list[str], Tensor | None]:
+    """Which of some groups a product reads, and where each of its inputs lies; None if nowhere."""
+    meaning = spec.tensors.get(product.name)
+    if meaning is None or product.weights.shape[0] > 1:
+        return [], None
+    groups = [group for group in meaning.groups_on(meaning.reads) if group in names]
+    return groups, product.neurons(meaning.reads) if groups else None
+
+
+def ordered_groups(
+    model: nn.Module, spec: ModelSpec, inputs: Inputs, names: Collection[str]
+) -> set[str]:
+    """Those of some groups that `neuron_orders` has an order of. Cost: one run of the network."""
+    found: set[str] = set()
+
+    def visit(product: Product) -> None:
+        groups, place = _groups_read(product, spec, names)
+        found.update(groups if place is not None else ())
+
+    watch(model, inputs, visit)
+    return found
+
+
 class _Watched:
     """Sees every layer that reads one of some groups; each use of a weight adds to its sums."""
 
@@ -211,13 +236,10 @@ class _Watched:
         self.readers: dict[str, dict[str, _Seen]] = {name: {} for name in names}
 
     def visit(self, product: Product) -> None:
-        meaning = self.spec.tensors.get(product.name)
-        if meaning is None or product.weights.shape[0] > 1:
-            return
-        groups = [g for g in meaning.groups_on(meaning.reads) if g in self.readers]
-        place = product.neurons(meaning.reads) if groups else None
+        groups, place = _groups_read(product, self.spec, self.readers)
         if place is None:
             return
+        meaning = self.spec.tensors[product.name]
         rows = sample_rows(product.places, PLACES, zlib.crc32(product.name.encode()))
         inputs = product.inputs(rows)[0]
         for group in groups:

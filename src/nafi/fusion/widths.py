@@ -6,11 +6,12 @@ the rebuilt network can run with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 
 from nafi.errors import InputError
-from nafi.fusion.budget import Budget, size_in
+from nafi.fusion.allocation import Part, cut_to
+from nafi.fusion.budget import Budget, Size, size_in
 from nafi.fusion.networks import Networks
 from nafi.graph import ModelSpec, tied_limits
 from nafi.options import Constraint
@@ -73,21 +74,51 @@ def width_limits(
     return limits
 
 
-def largest_factor(networks: Networks, budget: Budget) -> float:
-    """The factor of the local widths at which a fused network costs what a budget allows."""
-    size = size_in(budget.unit, networks.original, networks.architecture)
-    limit = budget.amount
+def allowed(networks: Networks, budget: Budget) -> tuple[Size, float]:
+    """How to count what a network costs, and the most that a budget allows."""
+    size, spec = (
+        size_in(budget.unit, networks.original, networks.architecture),
+        networks.architecture,
+    )
+    if budget.unit == "bytes":
+        return size, budget.amount
+    of_clients = [size.of(spec, local.widths) for local in networks.specs]
+    return size, budget.amount * sum(of_clients) / len(of_clients)
+
+
+def fitted_widths(
+    networks: Networks,
+    widths: Mapping[str, int],
+    lost: Mapping[str, Sequence[float]],
+    budget: Budget,
+) -> dict[str, int]:
+    """Group -> neurons to keep of these widths, so that least is lost within a budget.
+
+    lost: group -> what is lost with so many of its neurons; other groups keep all
+    """
+    size, limit = allowed(networks, budget)
+    part = Part(networks.architecture.resized(widths), lost)
+    (kept,) = cut_to(limit, [part], size, networks.tied_widths)
+    return kept
+
+
+def largest_factor(networks: Networks, budget: Budget, least: float | None = None) -> float:
+    """The factor of the local widths at which a fused network costs what a budget allows.
+
+    least: what a smaller budget gives; None to refuse one that the local widths do not fit
+    """
+    size, limit = allowed(networks, budget)
     spec = networks.architecture
-    if budget.unit != "bytes":
-        limit *= sum(size.of(spec, local.widths) for local in networks.specs) / len(networks.specs)
 
     def cost(factor: float) -> float:
         return size.of(spec, spec.widths | width_limits(networks, factor))
 
+    if cost(1.0) > limit and least is not None:
+        return least
     if cost(1.0) > limit:
         raise InputError(
             f"budget: found {budget}, but a merged network is as wide as its widest client, which "
-            f"is {cost(1.0) / limit:.2f} times that; method stack can be smaller"
+            f"is {cost(1.0) / limit:.2f} times that; with a probe it is pruned, unless prune_from is 1"
         )
     low, high = 1.0, float(len(networks.specs))
     if cost(high) <= limit:

@@ -85,6 +85,28 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
+class Thinned:
+    """Neurons go to places of their own, of which some are kept and the others are gone."""
+
+    positions: Positions
+    kept: Kept
+
+    @property
+    def width(self) -> int:
+        return self.kept.width
+
+    @property
+    def index(self) -> Tensor:
+        """(J,) the place of each neuron; -1 if it is gone."""
+        places = torch.full((self.positions.width,), -1)
+        places[self.kept.index] = torch.arange(self.width)
+        return places[self.positions.index]
+
+    def spread(self, block: Tensor, dim: int, consumed: bool) -> Tensor:
+        return self.kept.spread(self.positions.spread(block, dim, consumed), dim, consumed)
+
+
+@dataclass(frozen=True, eq=False)
 class Rotated:
     """Neurons that have no places of their own but only a basis: an orthogonal map mixes them.
 
