@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import SpecError
 from nafi.fusion.bayesian import Bayesian
-from nafi.fusion.budget import read_budget, size_in
+from nafi.fusion.budget import Budget, read_budget, size_in
 from nafi.fusion.clients import Clients
 from nafi.fusion.method import AligningMethod, Method
 from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.stack import Stack
-from nafi.fusion.widths import largest_factor, width_limits
+from nafi.fusion.widths import allowed, largest_factor, width_limits
 from nafi.graph import Inputs, Product, call, groups, rebuild, watch
 from nafi.options import is_listed
 
@@ -175,8 +175,12 @@ def _limits(method: Bayesian, networks: Networks) -> list[Any]:
     """The limits of width that a method's options come to; several where a budget lists some."""
     if method.budget is None:
         return [method.max_width]
+    return [largest_factor(networks, budget, least=1.0) for budget in _budgets(method)]
+
+
+def _budgets(method: Bayesian) -> list[Budget]:
     listed = method.budget if is_listed(method.budget) else [method.budget]
-    return [largest_factor(networks, read_budget(budget), least=1.0) for budget in listed]  # type: ignore[union-attr]
+    return [read_budget(budget) for budget in listed]  # type: ignore[union-attr]
 
 
 def _params(
@@ -193,6 +197,9 @@ def _params(
         size.of(spec, spec.widths | {name: each[end] for name, each in bounds.items()})
         for end in range(2)
     )
+    if isinstance(method, Bayesian) and method.budget is not None:
+        sizes = [allowed(networks, each)[1] for each in _budgets(method) if each.unit == "params"]
+        most = min(most, max(sizes)) if len(sizes) == len(_budgets(method)) else most
     return (least, most), clients[0]
 
 

@@ -118,7 +118,8 @@ def largest_factor(networks: Networks, budget: Budget, least: float | None = Non
     if cost(1.0) > limit:
         raise InputError(
             f"budget: found {budget}, but a merged network is as wide as its widest client, which "
-            f"is {cost(1.0) / limit:.2f} times that; with a probe it is pruned, unless prune_from is 1"
+            f"is {cost(1.0) / limit:.2f} times that; with a probe it is pruned, unless prune_from "
+            "is 1"
         )
     low, high = 1.0, float(len(networks.specs))
     if cost(high) <= limit:
