@@ -21,7 +21,12 @@ SERIES = {  # class of its dots -> what it is called, and the methods of which t
     "alone": ("best client alone", ["local best"]),
     "merged": (
         "fused by nafi: size of one client",
-        ["nafi 1x probe 256 head", "nafi 1x probe 256 by input distilled"],
+        [
+            "nafi 1x pruned probe 256 head",
+            "nafi 1x probe 256 head",
+            "nafi 1x pruned probe 256 distilled",
+            "nafi 1x probe 256 by input distilled",
+        ],
     ),
     "stack": (
         "fused by stack: size of one client",

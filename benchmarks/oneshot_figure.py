@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,13 @@ CURVES = {  # what the picture calls it -> records, from small to large, and how
         [f"stack 1x {HEAD}", f"stack 1.5x {HEAD}", f"stack 2x {HEAD}"],
         {"color": "#c0392b", "marker": "o"},
     ),
-    "nafi: neurons matched and merged": (
-        [f"nafi 1x {HEAD}", f"nafi 2x {HEAD}"],
+    "nafi: neurons matched, merged and pruned": (
+        [f"nafi 1x pruned {HEAD}", f"nafi 2x pruned {HEAD}"],
         {"color": "#1f5fa8", "marker": "o"},
+    ),
+    "nafi without pruning": (
+        [f"nafi 1x {HEAD}", f"nafi 2x {HEAD}"],
+        {"color": "#8fb8e0", "marker": ".", "linestyle": "--"},
     ),
     "nafi without labels, by input, distilled": (
         ["nafi 1x probe 256 by input distilled", "nafi 2x probe 256 by input distilled"],
@@ -60,7 +65,7 @@ def draw(axes: Any, title: str, records: Records) -> None:
             if rows:
                 tests = [r["test"] for r in rows]
                 size = np.mean([r["parameters"] for r in rows]) / one
-                points.append((size, np.mean(tests), np.std(tests)))
+                points.append((size, np.mean(tests), stdev(tests) if len(tests) > 1 else 0.0))
         if points:
             axes.errorbar(*zip(*points, strict=True), label=label, capsize=2, **style)
     for label, (method, colour, line) in LEVELS.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nafi.fusion import FusionWarning
-from nafi.graph import SpecWarning, groups
+from nafi.graph import SpecWarning
 from nafi.graph.check import in_general_position
 from tests.fusion.apart import prepared, shared_groups, side_by_side
 from tests.graph import zoo
@@ -57,7 +57,7 @@ def test_models_apart_are_their_mean(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpecWarning)
         warnings.simplefilter("ignore", FusionWarning)
-        spec = replace(groups(model, inputs, check=False), example_inputs=doubles)
+        spec = replace(zoo.traced(name), example_inputs=doubles)
         other = in_general_position(model.eval(), torch.float64, generator)
         networks = prepared([one, other], doubles, spec)
         shared = shared_groups(networks)

@@ -9,7 +9,7 @@ import torch
 
 import nafi
 from nafi.fusion import FusionWarning
-from nafi.graph import SpecWarning, groups, permute
+from nafi.graph import SpecWarning, permute
 from nafi.graph.permute import random_permutations
 from tests.fusion.networks import gap
 from tests.graph import zoo
@@ -23,7 +23,7 @@ def test_permuted_copies_fuse_back(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpecWarning)
         warnings.simplefilter("ignore", FusionWarning)  # groups whose width the code fixes
-        spec = groups(model, inputs, check=False)
+        spec = zoo.traced(name)
         generator = torch.Generator().manual_seed(1)
         copies = [permute(model, spec, random_permutations(spec, generator)) for _ in range(3)]
         for method, options in [("nafi", {"prior_ratio": 100.0}), ("ot", {}), ("rebasin", {})]:

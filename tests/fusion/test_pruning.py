@@ -145,9 +145,9 @@ def test_every_network_of_the_zoo_keeps_its_limits(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpecWarning)
         warnings.simplefilter("ignore", FusionWarning)
-        spec = groups(first.eval(), inputs, check=False)
+        spec = zoo.traced(name)
         options: dict[str, Any] = {"spec": spec, "probe": inputs, "max_width": 1.0}
-        result = nafi.fuse([first, second.eval()], inputs, prune_from=2.0, **options)
+        result = nafi.fuse([first.eval(), second.eval()], inputs, prune_from=2.0, **options)
     assert result.widths == spec.widths
     assert all(bool(t.isfinite().all()) for t in outputs(result.model, inputs))
     for group in result.widths:

@@ -334,7 +334,7 @@ def test_permuted_copies_fuse_back_with_a_refit(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpecWarning)
         warnings.simplefilter("ignore", FusionWarning)
-        spec = groups(model, inputs, check=False)
+        spec = zoo.traced(name)
         generator = torch.Generator().manual_seed(1)
         copies = [permute(model, spec, random_permutations(spec, generator)) for _ in range(2)]
         options = {"prior_ratio": 100.0, "max_width": 1.0}

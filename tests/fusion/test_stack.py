@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import nafi
 from nafi.errors import InputError, SpecError
 from nafi.fusion import EnsembleNetwork, FusionWarning, Stack
-from nafi.graph import SpecWarning, groups, named_tensors
+from nafi.graph import SpecWarning, named_tensors
 from tests.fusion.networks import gap, outputs, seeded, trained_norms
 from tests.graph import zoo
 
@@ -123,11 +123,11 @@ def test_every_network_of_the_zoo_is_cut_down_or_left_whole(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpecWarning)
         warnings.simplefilter("ignore", FusionWarning)
-        spec = groups(model.eval(), inputs, check=False)
+        spec = zoo.traced(name)
         options: dict[str, Any] = {"spec": spec, "probe": inputs, "budget": "1.7 params"}
         found, refusal = None, ""
         try:
-            found = nafi.fuse([model, model], inputs, method="stack", **options)
+            found = nafi.fuse([model.eval(), model], inputs, method="stack", **options)
         except InputError as error:  # all widths are fixed, or most parameters are in embeddings
             refusal = str(error)
     if found is None:

@@ -26,6 +26,29 @@ def test_a_hard_coded_view_is_named_with_its_line() -> None:
     assert rebuild(model, spec, {"conv1": 9, "fc1": 60}).conv1.out_channels == 9
 
 
+def test_one_group_may_grow_by_as_much_as_another_shrinks() -> None:
+    """What reads both side by side then has the shape that it had, and is another tensor."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 8), nn.Linear(5, 6)
+            self.head = nn.Linear(14, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.cat([self.one(x), self.two(x)], dim=1).relu())
+
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(4, 5)
+    spec = nafi.groups(model, (x,))
+    found = rebuild(model, spec, {"one": 6, "two": 8})
+    assert found.head.weight.shape == model.head.weight.shape
+    kept = torch.cat([model.one(x)[:, :6], model.two(x)], dim=1).relu()
+    columns = [*range(6), *range(8, 14)]
+    expected = kept @ model.head.weight[:, columns].T + model.head.bias
+    torch.testing.assert_close(found(x), expected)
+
+
 def test_a_batch_is_never_regrouped_in_silence() -> None:
     """Nothing fails here: 2 x 400 numbers are as good as 4 x 200 to a mean over columns."""
 

@@ -6,9 +6,11 @@ sizes, sequence lengths and the batch size, so that confusing two axes shows up 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nafi.graph import rules
+from nafi.graph import ModelSpec, SpecWarning, groups, rules
 from nafi.graph.atoms import Pin
 from nafi.graph.rules import calls
 
@@ -1407,6 +1409,15 @@ def seeded(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The network of this name, always the same, and its inputs."""
     torch.manual_seed(0)
     return named(name).build(), named(name).example_inputs()
+
+
+@cache
+def traced(name: str) -> ModelSpec:
+    """Its spec, found once in a process and not checked by permuting."""
+    model, inputs = seeded(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpecWarning)
+        return groups(model.eval(), inputs, check=False)
 
 
 def tested() -> list[Any]:

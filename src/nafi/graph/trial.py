@@ -233,10 +233,12 @@ class Trial:
 
     def _widened(self, probe: nn.Module) -> nn.Module:
         """The network at the new widths; tensors that do not change are those of the probe."""
+        # Where one group grows as another shrinks, a tensor changes and keeps its shape.
+        touched = {name for group in self.changed for name in self.spec.tensors_of(group)}
         state = {
-            name: tensor
-            if tensor.shape == self.new_spec.shape(name)
-            else resized(tensor.detach(), name, self.spec, self.new_spec)
+            name: resized(tensor.detach(), name, self.spec, self.new_spec)
+            if name in touched
+            else tensor
             for name, tensor in named_tensors(probe).items()
             if name in self.spec.axes
         }
