@@ -348,7 +348,7 @@ def spoil(folder: Path, what: str) -> list[str]:
             "small budget",
             r"budget: found 0\.5 params, but a merged network.*with a probe it is pruned",
         ),
-        ("tiny budget", r"budget: found 12, but the network needs .* allow more"),
+        ("tiny budget", r"budget: found 12 bytes, but with the fewest neurons .* allow more"),
         ("budgets", r"budget: a list needs validate="),
         ("distil on what", r"--distill needs --probe"),
         ("frontier of what", r"--frontier needs --probe.* and --validate"),

@@ -70,6 +70,15 @@ def test_the_fused_widths_lie_within_the_forecast(options: list[str], clients: P
     assert plan["bytes"] >= copies
 
 
+@pytest.mark.parametrize("option", [["--probe", "none"], ["--option", "prune_from=1"]])
+def test_a_budget_that_the_fusion_would_refuse_is_refused(option: list[str], clients: Path) -> None:
+    arguments = ["fuse", *FILES, *MODEL, "--out", "g.safetensors", "--budget", "0.5 params"]
+    refused = [run(*arguments, *option, *dry, cwd=clients) for dry in ([], ["--dry-run"])]
+    assert [done.returncode for done in refused] == [2, 2]
+    assert refused[0].stderr == refused[1].stderr
+    assert "a merged network is as wide as its widest client" in " ".join(refused[0].stderr.split())
+
+
 def test_only_headers_are_read(clients: Path) -> None:
     """A checkpoint of NaN, which a fusion refuses, is no news to a dry run."""
     for file in FILES:

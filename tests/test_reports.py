@@ -179,8 +179,9 @@ def test_leads_are_differences_within_a_trial() -> None:
     leads = [("nafi", "pfnm"), ("ot", "nafi"), ("nafi", "fedavg")]
     (table, _) = VIEWS["leads"](Material(runs, leads=leads))
     assert isinstance(table, TextTable)
-    assert table.headings == ("points", "15 clients")
+    assert table.headings == ("lead, in points", "15 clients")
     assert table.rows == (("nafi over pfnm", "+2.0 ± 1.4"), ("ot over nafi", "+4.0"))
+    assert table.note == "differences within each trial, 1 to 2 trials"
 
 
 def test_leads_after_two_rounds_and_with_the_solved_head() -> None:

@@ -12,7 +12,8 @@ from torch import nn
 
 import nafi
 from nafi.errors import InputError
-from nafi.fusion import FusionWarning
+from nafi.federated import Architecture, Training, make_strategy
+from nafi.fusion import FusionWarning, check_clients, make_method
 from nafi.fusion.method import main_places
 from nafi.graph import Kept, Positions, SpecWarning, Thinned, groups, permute, random_permutations
 from tests.fusion.networks import gap, outputs, seeded, trained_norms
@@ -135,22 +136,36 @@ def test_every_neuron_that_is_left_is_some_clients() -> None:
     assert shared == list(result.widths.values())
 
 
+# In which matching keeps no neurons apart of the groups that could be pruned.
+NOTHING_APART = {"grouped_conv_nested", "einsum"}
+
+
 @pytest.mark.parametrize("name", zoo.tested())
 def test_every_network_of_the_zoo_keeps_its_limits(name: str) -> None:
+    """Two networks that have little in common, so that much is pruned wherever it can be."""
     first, inputs = zoo.seeded(name)
     second, _ = zoo.seeded(name)
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in second.parameters():
-            parameter.mul_(0.9).add_(0.01 * torch.randn_like(parameter))
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(
+                parameter.std(correction=0) * noise if parameter.ndim > 1 else parameter
+            )
+    spec = zoo.traced(name)
+    both = check_clients([first.eval(), second.eval()], None, None, None)
+    options: dict[str, Any] = {"spec": spec, "probe": inputs, "evidence": 1e6}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpecWarning)
         warnings.simplefilter("ignore", FusionWarning)
-        spec = zoo.traced(name)
-        options: dict[str, Any] = {"spec": spec, "probe": inputs, "max_width": 1.0}
-        result = nafi.fuse([first.eval(), second.eval()], inputs, prune_from=2.0, **options)
+        prunable = make_method("nafi").prepare(both, inputs, spec).prunable
+        result = nafi.fuse([first, second], inputs, max_width=1.0, prune_from=2.0, **options)
     assert result.widths == spec.widths
     assert all(bool(t.isfinite().all()) for t in outputs(result.model, inputs))
-    for group in result.widths:
+    gone = {g for g in spec.groups if any((places < 0).any() for places in result.assignments[g])}
+    assert gone <= prunable
+    assert gone or not prunable or name in NOTHING_APART
+    for group in spec.groups:
         assert result.owners(group).min() >= 1
 
 
@@ -168,6 +183,29 @@ def test_what_pruning_needs_is_asked_for() -> None:
         nafi.fuse(clients(), INPUTS, max_width=1.0, prune_from=2.0)
     with pytest.raises(InputError, match=r"prune_from: found 0\.5"):
         fused(clients(), max_width=1.0, prune_from=0.5)
+    architecture = Architecture(lambda: clients()[0], INPUTS)
+    with pytest.raises(InputError, match="prune_from: which neurons matter"):
+        make_strategy("match-refit", architecture, Training(), max_width=1.0, prune_from=2.0)
+
+
+def test_made_up_inputs_are_as_good_as_others_to_prune_by() -> None:
+    """Also with one hidden layer, where nothing else asks for a probe."""
+    models = [seeded(s, 7, 20, 4) for s in range(3)]
+    for options in ({"budget": 0.6}, {"max_width": 1.0, "prune_from": 2.0}):
+        result = nafi.fuse(models, INPUTS, probe="auto", **options)
+        assert result.diagnostics["probe"] == "noise"
+        assert result.diagnostics["size"]["params_of_client"] <= options.get("budget", 1.0)
+    plain = nafi.fuse(models, INPUTS, probe="auto", max_width=1.0)
+    assert plain.diagnostics["probe"] == "none"
+
+
+def test_a_budget_that_nothing_fits_is_refused_before_any_work() -> None:
+    told: list[str] = []
+    with pytest.raises(
+        InputError, match=r"found 0\.01 params.* with the fewest neurons .*allow more"
+    ):
+        fused(clients(), budget="0.01 params", progress=lambda step, *_: told.append(step))
+    assert told == ["running the clients on the probe"]  # which is said before it is done
 
 
 def test_without_pruning_a_budget_is_one_factor_for_all() -> None:
@@ -177,6 +215,7 @@ def test_without_pruning_a_budget_is_one_factor_for_all() -> None:
     without_probe = nafi.fuse(clients(), INPUTS, budget="2.0 params", penalty=0.0)
     assert without_probe.diagnostics["size"]["params_of_client"] <= 2.0
     with pytest.raises(
-        InputError, match=r"is as wide as its widest client.* unless prune_from is 1"
+        InputError,
+        match=r"is as wide as its widest client.* prune_from is 1; method stack can be smaller",
     ):
         fused(clients(), budget="0.5 params", prune_from=1.0)

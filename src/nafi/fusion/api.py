@@ -91,7 +91,7 @@ def fuse(
             `agreement` says how far the result does what the ensemble of the models does.
             For whoever has none, "noise" makes inputs up, "synthetic" makes better ones of what
             batch normalisation remembers, and "auto" means noise where a method would miss a probe:
-            with two or more hidden layers, or to cut a stack down. Without a probe,
+            with two or more hidden layers, or to prune to a budget. Without a probe,
             `diagnostics["advice"]` then says what to expect.
         validate: a function of a model, the higher the better, such as its accuracy on data that
             clients held back. Models, ensemble and result are scored (`scores`), with a warning if
@@ -122,7 +122,7 @@ def fuse(
         class_counts=class_counts,
         sample_counts=sample_counts,
         input_moments=input_moments,
-        probe=probe,
+        probe=_AUTO if automatic and "probe" in chosen.uses else probe,
     )
     check_inputs(example_inputs)
     if isinstance(models, StoredModels):

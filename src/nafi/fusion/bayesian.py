@@ -23,7 +23,7 @@ from nafi.fusion.learned_bases import learn_bases
 from nafi.fusion.method import AligningMethod, Alignment, Progress
 from nafi.fusion.moments import check_moments
 from nafi.fusion.networks import Networks, check_clip
-from nafi.fusion.pruning import prunable, prune
+from nafi.fusion.pruning import prune
 from nafi.fusion.refit import Refit
 from nafi.fusion.result import FusionResult
 from nafi.fusion.screen import Screen
@@ -37,7 +37,14 @@ from nafi.fusion.tree import (
     match_groups,
     summarise,
 )
-from nafi.fusion.widths import MAX_WIDTH, MaxWidth, fitted_widths, largest_factor, width_limits
+from nafi.fusion.widths import (
+    MAX_WIDTH,
+    MaxWidth,
+    check_budget,
+    fitted_widths,
+    largest_factor,
+    width_limits,
+)
 from nafi.graph import Inputs, ModelSpec, tied_limits
 from nafi.matching import DIVERGENCES, Matching, Owners
 from nafi.options import Constraint, number, one_of, one_or_several, option, optional, whole
@@ -46,6 +53,7 @@ DIRECTIONS = ("bottom-up", "top-down")
 LEARNED = "learned"
 BASES = ("rotated", LEARNED, "ordered")
 _NEEDS_PROBE = f"bases: {LEARNED!r} needs a probe, the inputs to learn them on: probe="
+_PRUNING_NEEDS_PROBE = "prune_from: which neurons matter is measured on a probe: probe=, or --probe"
 ADDRESS = Constraint(
     lambda value: isinstance(value, str) and bool(value), '"local" or the address of a Ray cluster'
 )
@@ -132,7 +140,7 @@ class Bayesian(MatchingOptions, AligningMethod):
         if self.bases == LEARNED and known.get("probe") is None:
             raise InputError(_NEEDS_PROBE)
         if (self.prune_from or 1) > 1 and known.get("probe") is None:
-            raise InputError("prune_from: which neurons matter is measured on a probe: probe=")
+            raise InputError(_PRUNING_NEEDS_PROBE)
         if self.ray is not None and self.tree is None and known.get("probe") is None:
             raise InputError(
                 "ray: what can be done side by side is the groups of a tree, and what models do on "
@@ -153,6 +161,8 @@ class Bayesian(MatchingOptions, AligningMethod):
     def align(self, networks: Networks, progress: Progress) -> Alignment:
         if self.bases == LEARNED and networks.probe is None:
             raise InputError(_NEEDS_PROBE)
+        if (self.prune_from or 1) > 1 and networks.probe is None:
+            raise InputError(_PRUNING_NEEDS_PROBE)
         if self.tree is not None and self.tree < len(networks.specs):
             return self._align_tree(networks, self.tree, progress)
         descent = self.descent(networks, moments=check_moments(networks))
@@ -173,7 +183,7 @@ class Bayesian(MatchingOptions, AligningMethod):
         """Where neurons go, by groups of clients."""
         check_tree(networks)
         groups = groups_of(networks, size)
-        limits, steps = self._limits(networks), 2 * len(groups) + 1
+        limits, steps = self.matched_limits(networks), 2 * len(groups) + 1
         work = _Work(self, networks, limits)
 
         def match_summaries(
@@ -217,53 +227,58 @@ class Bayesian(MatchingOptions, AligningMethod):
         limits: group -> most neurons, instead of those of `max_width`
         matched: groups that are in the same order in all networks already
         """
-        limits = self._limits(networks) if limits is None else limits
+        limits = self.matched_limits(networks) if limits is None else limits
         match_by = "weights" if networks.probe is None else self.match_by
         options = self.for_networks(networks)
         return Descent(networks, options, limits, moments or {}, matched, match_by)
 
-    def _limits(self, networks: Networks) -> dict[str, int]:
+    def matched_limits(self, networks: Networks) -> dict[str, int]:
         """Group -> most neurons that are kept apart, some of which may be pruned."""
-        wider = self.oversize(networks.probe is not None)
-        limits = self._final_limits(networks, least=1.0 if wider > 1 else None)
+        limits, wider = self.limits(networks), self.oversize(networks)
         if wider > 1:
-            for name in prunable(networks):
+            for name in networks.prunable:
                 limits[name] = min(round(wider * limits[name]), sum(networks.local_widths(name)))
             for tie in networks.tied_widths:
                 limits |= tied_limits(tie, limits)
         return limits
 
-    def _final_limits(self, networks: Networks, least: float | None) -> dict[str, int]:
-        """Group -> most neurons, all by the same factor; least: of the factors for a budget."""
-        widest = self.max_width
-        if self.budget is not None:
-            widest = largest_factor(networks, read_budget(self.budget), least)
-        return width_limits(networks, widest)
+    def limits(self, networks: Networks) -> dict[str, int]:
+        """Group -> most neurons by one factor for all: without pruning, of the fused network."""
+        if self.budget is None:
+            return width_limits(networks, self.max_width)
+        budget = read_budget(self.budget)
+        check_budget(networks, budget, networks.prunable if self.oversize(networks) > 1 else ())
+        return width_limits(networks, largest_factor(networks, budget))
 
-    def oversize(self, with_probe: bool) -> float:
+    def oversize(self, networks: Networks) -> float:
         """How many times as wide as its limit a network is matched; above 1, it is pruned then."""
-        if not with_probe or not self.refit or self.bases == LEARNED:
+        return 1.0 if networks.probe is None else self._oversize_with_probe
+
+    @property
+    def _oversize_with_probe(self) -> float:
+        if not self.refit or self.bases == LEARNED:
             return 1.0
         usual = 1.0 if self.budget is None else PRUNE_FROM
         return usual if self.prune_from is None else self.prune_from
 
+    def misses_probe(self, prepared: Networks) -> bool:
+        prunes = self._oversize_with_probe > 1 and not self._refused_refit()
+        return super().misses_probe(prepared) or prunes
+
     def pruned(
         self, networks: Networks, alignment: Alignment, model: nn.Module, progress: Progress
     ) -> tuple[Alignment, nn.Module, Refit] | None:
-        if self.oversize(networks.probe is not None) == 1:
+        if self.oversize(networks) == 1:
             return None
         progress("pruning", 0, 1)
-        names = prunable(networks)
 
-        def within_limits(lost: Mapping[str, Sequence[float]]) -> dict[str, int]:
-            limits = self._final_limits(networks, least=1.0)
+        def widths(lost: Mapping[str, Sequence[float]]) -> Mapping[str, int]:
+            if self.budget is not None:
+                return fitted_widths(networks, alignment.widths, lost, read_budget(self.budget))
+            limits = self.limits(networks)
             return {name: min(limits[name], alignment.widths[name]) for name in lost}
 
-        def within_budget(lost: Mapping[str, Sequence[float]]) -> dict[str, int]:
-            return fitted_widths(networks, alignment.widths, lost, read_budget(self.budget))
-
-        choose = within_limits if self.budget is None else within_budget
-        return prune(networks, alignment, model, names, choose, progress)
+        return prune(networks, alignment, model, widths, progress)
 
     def for_networks(self, networks: Networks) -> Self:
         """With what was left open said, now that it is known what there is to work with."""

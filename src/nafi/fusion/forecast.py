@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -19,14 +19,13 @@ from torch.utils import _pytree as pytree
 
 from nafi.errors import SpecError
 from nafi.fusion.bayesian import Bayesian
-from nafi.fusion.budget import Budget, read_budget, size_in
+from nafi.fusion.budget import read_budget, size_in
 from nafi.fusion.clients import Clients
 from nafi.fusion.method import AligningMethod, Method
 from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.stack import Stack
-from nafi.fusion.widths import allowed, largest_factor, width_limits
-from nafi.graph import Inputs, Product, call, groups, rebuild, watch
-from nafi.options import is_listed
+from nafi.fusion.widths import allowed
+from nafi.graph import Inputs, Product, call, check_inputs, groups, rebuild, watch
 
 # Matching and refitting takes so many runs of all networks over the probe: see docs/results.md.
 _RUNS = 10
@@ -85,15 +84,20 @@ def forecast(
     start = time.perf_counter()
     networks = _networks(method, network, example_inputs, shapes, names)
     traced = time.perf_counter() - start
-    bounds = _bounds(method, networks, probe)
+    networks = replace(networks, probe=check_inputs(example_inputs) if probe else None)
+    plans = [_plan(variant, networks) for variant in method.variants()]
+    bounds = {
+        name: (min(plan[name].least for plan in plans), max(plan[name].most for plan in plans))
+        for name in networks.spec.groups
+    }
+    widest = {name: max(plan[name].matched for plan in plans) for name in bounds}
     params, of_client = _params(method, networks, bounds)
-    matching, rate = _matching(method, networks, bounds)
+    matching, rate = _matching(method, networks, widest)
     refit, run = _refit(networks, example_inputs, probe)
-    wider = params[1] / max(of_client, 1)
-    loaded = sum(_bytes(each) for each in shapes) + wider * _bytes(shapes[0])
-    neurons = sum(most for _, most in bounds.values()) / max(
-        sum(networks.specs[0].widths.values()), 1
-    )
+    refit *= 2 if any(_prunes(variant, networks) for variant in method.variants()) else 1
+    loaded = sum(_bytes(each) for each in shapes)
+    loaded += _bytes(shapes[0]) * _counted(networks, widest) / max(of_client, 1)
+    neurons = sum(widest.values()) / max(sum(networks.specs[0].widths.values()), 1)
     recorded = _written(networks.original, example_inputs) * probe * (len(shapes) + neurons)
     steps = [
         (traced, "to find the groups"),
@@ -152,35 +156,37 @@ def _networks(
     return replace(networks, specs=tuple(networks.spec.resized(each) for each in widths))
 
 
-def _bounds(method: Method, networks: Networks, probe: int) -> dict[str, tuple[int, int]]:
-    """Group -> least and most neurons of the fused network."""
+class _Width(NamedTuple):
+    """Of one group: least and most neurons of the fused network, and most that are matched."""
+
+    least: int
+    most: int
+    matched: int
+
+
+def _plan(method: Method, networks: Networks) -> dict[str, _Width]:
+    """How wide one variant of a method makes each group."""
     local = {name: networks.local_widths(name) for name in networks.spec.groups}
     if isinstance(method, Stack):
         whole = method.budget is None and method.keep is None
-        return {name: (sum(each) if whole else 1, sum(each)) for name, each in local.items()}
+        return {n: _Width(sum(w) if whole else 1, sum(w), sum(w)) for n, w in local.items()}
     if not isinstance(method, Bayesian):
-        return {name: (max(widths), max(widths)) for name, widths in local.items()}
-    limits = [width_limits(networks, limit) for limit in _limits(method, networks)]
-    wider = method.oversize(probe > 0)
-    if method.budget is not None and wider > 1:  # pruned to where least is lost
-        most = {name: max(each[name] for each in limits) for name in local}
-        return {name: (1, min(int(wider * most[name]), sum(local[name]))) for name in local}
-    return {
-        name: (min(max(widths), limits[0][name]), max(each[name] for each in limits))
-        for name, widths in local.items()
-    }
+        return {name: _Width(*[max(widths)] * 3) for name, widths in local.items()}
+    limits, matched = method.limits(networks), method.matched_limits(networks)
+    plan = {n: _Width(min(max(w), limits[n]), limits[n], matched[n]) for n, w in local.items()}
+    if method.budget is not None and _prunes(method, networks):  # to where least is lost
+        plan |= {name: _Width(1, matched[name], matched[name]) for name in networks.prunable}
+    return plan
 
 
-def _limits(method: Bayesian, networks: Networks) -> list[Any]:
-    """The limits of width that a method's options come to; several where a budget lists some."""
-    if method.budget is None:
-        return [method.max_width]
-    return [largest_factor(networks, budget, least=1.0) for budget in _budgets(method)]
+def _prunes(method: Method, networks: Networks) -> bool:
+    return isinstance(method, Bayesian) and method.oversize(networks) > 1
 
 
-def _budgets(method: Bayesian) -> list[Budget]:
-    listed = method.budget if is_listed(method.budget) else [method.budget]
-    return [read_budget(budget) for budget in listed]  # type: ignore[union-attr]
+def _counted(networks: Networks, widths: Mapping[str, int]) -> float:
+    """Parameters at these widths."""
+    spec = networks.architecture
+    return size_in("params", networks.original, spec).of(spec, {**spec.widths, **widths})
 
 
 def _params(
@@ -194,25 +200,26 @@ def _params(
         whole = method.budget is None and method.keep is None
         return (sum(clients) if whole else 0.0, sum(clients)), clients[0]
     least, most = (
-        size.of(spec, spec.widths | {name: each[end] for name, each in bounds.items()})
-        for end in range(2)
+        _counted(networks, {name: each[end] for name, each in bounds.items()}) for end in range(2)
     )
-    if isinstance(method, Bayesian) and method.budget is not None:
-        sizes = [allowed(networks, each)[1] for each in _budgets(method) if each.unit == "params"]
-        most = min(most, max(sizes)) if len(sizes) == len(_budgets(method)) else most
+    budgets = [read_budget(variant.budget) for variant in method.variants() if _has_budget(variant)]
+    if budgets and all(budget.unit == "params" for budget in budgets):
+        most = min(most, max(allowed(networks, budget)[1] for budget in budgets))
     return (least, most), clients[0]
 
 
-def _matching(
-    method: Method, networks: Networks, bounds: Mapping[str, tuple[int, int]]
-) -> tuple[float, float]:
+def _has_budget(method: Method) -> TypeGuard[Bayesian]:
+    return isinstance(method, Bayesian) and method.budget is not None
+
+
+def _matching(method: Method, networks: Networks, widest: Mapping[str, int]) -> tuple[float, float]:
     """Seconds for the cost matrices, and multiplications a second."""
     rate = _multiplications_a_second()
     if not isinstance(method, AligningMethod):
         return 0.0, rate
     sweeps = 1 + getattr(method, "sweeps", 1)
     needed = 0.0
-    for name, (_, most) in bounds.items():
+    for name, most in widest.items():
         shapes = [
             networks.spec.tensors[p.tensor].shape(networks.spec.widths)
             for p in networks.spec.places(name)

@@ -261,10 +261,19 @@ def _advice(result: FusionResult) -> tuple[str, ...]:
     )
     return (
         *_counts(result),
-        "let it be wider: max_width=2.0, or --max-width 2x, and without a probe a penalty of 0.01",
+        _wider(result),
         probe,
         *_MORE,
         "train on from it in rounds: the strategy match-then-average",
+    )
+
+
+def _wider(result: FusionResult) -> str:
+    """Advice in the words in which the limit was given."""
+    if result.diagnostics.get("options", {}).get("budget") is not None:
+        return "let it be larger: a budget of 2 or 4 times a client's parameters"
+    return (
+        "let it be wider: max_width=2.0, or --max-width 2x, and without a probe a penalty of 0.01"
     )
 
 

@@ -21,6 +21,7 @@ from nafi.fusion.clients import Clients
 from nafi.fusion.cluster import Run, in_turn
 from nafi.fusion.recording import Recording, record, unlike_rows
 from nafi.fusion.screen import Screen
+from nafi.fusion.selection import ordered_groups
 from nafi.fusion.stored import Spill, StoredStates
 from nafi.graph import (
     Bases,
@@ -119,6 +120,27 @@ class Networks:
     def tied_widths(self) -> Sequence[Tie]:
         """Groups whose widths change together, as those of all layers of an LSTM."""
         return self._growth.ties
+
+    @cached_property
+    def prunable(self) -> frozenset[str]:
+        """The groups that have an order of neurons, a width that can change, and a reader.
+
+        Cost: one run of the template on the example inputs.
+        """
+        names = {
+            name
+            for name, group in self.spec.groups.items()
+            if group.parent is None
+            and name not in self.fixed_widths
+            and self.freedom(name) is Freedom.ORDER
+        }
+        inputs = self.architecture.example_inputs
+        assert inputs is not None
+        found = ordered_groups(self.template, self.spec, inputs, names)
+        for tie in self.tied_widths:  # widths that agree change together or not at all
+            if not found.issuperset(tie):
+                found -= set(tie)
+        return frozenset(found)
 
     @cached_property
     def _growth(self) -> Growth:

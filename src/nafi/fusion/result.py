@@ -115,7 +115,8 @@ class FusionResult:
         pruned, what was found before
     scores: of clients, ensemble and fused model, if there was a function to `validate` them
     agreement: of the fused model with the ensemble of its clients, if there was a probe
-    fits: weight -> how it was refitted on the probe
+    fits: weight -> how it was refitted on the probe; of a network that was pruned, how far what is
+        left computes what the wider network did
     kept: weight -> why it was not refitted and keeps its merged values
     bodies: the networks that run side by side in the model, for a stack
     diagnostics: method, options, seconds, size, and whatever else the method reports

@@ -18,7 +18,7 @@ from torch import nn
 
 from nafi.errors import InputError, few
 from nafi.fusion.allocation import Part, cut_to
-from nafi.fusion.budget import BUDGET, Budget, read_budget, size_in
+from nafi.fusion.budget import BUDGET, Budget, read_budget
 from nafi.fusion.clients import Clients
 from nafi.fusion.ensemble import EnsembleNetwork, run_side_by_side, shares_of
 from nafi.fusion.merge import finished_network, merge_tensors
@@ -27,6 +27,7 @@ from nafi.fusion.networks import Networks, prepare_networks
 from nafi.fusion.refit import Refit, refit
 from nafi.fusion.result import Body, FusionResult
 from nafi.fusion.selection import NeuronOrder, neuron_orders
+from nafi.fusion.widths import allowed
 from nafi.graph import Inputs, Kept, ModelSpec, Normalisation, copy_network
 from nafi.matching import Index
 from nafi.options import one_of, one_or_several, option, optional, whole
@@ -172,13 +173,10 @@ def _slim_bodies(
 def _within(budget: Budget, parts: Sequence[Part], prepared: Prepared) -> list[dict[str, int]]:
     """The widths of each client at which all together keep the budget."""
     networks = prepared.networks
-    size = size_in(budget.unit, networks.original, networks.architecture)
+    size, limit = allowed(networks, budget)
     if budget.unit == "bytes":  # what each of them counts is stored, too, in single precision
         classes = networks.clients.class_weights
-        limit = budget.amount - 4 * len(parts) * (1 + (0 if classes is None else classes.shape[1]))
-    else:
-        each = [one.architecture for one in prepared.alone]
-        limit = budget.amount * sum(size.of(spec, spec.widths) for spec in each) / len(each)
+        limit -= 4 * len(parts) * (1 + (0 if classes is None else classes.shape[1]))
     try:
         return cut_to(limit, parts, size, networks.tied_widths)
     except InputError as error:

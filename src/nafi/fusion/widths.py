@@ -6,10 +6,11 @@ the rebuilt network can run with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import lcm
 from numbers import Integral, Real
 
-from nafi.errors import InputError
+from nafi.errors import InputError, few
 from nafi.fusion.allocation import Part, cut_to
 from nafi.fusion.budget import Budget, Size, size_in
 from nafi.fusion.networks import Networks
@@ -76,14 +77,36 @@ def width_limits(
 
 def allowed(networks: Networks, budget: Budget) -> tuple[Size, float]:
     """How to count what a network costs, and the most that a budget allows."""
-    size, spec = (
-        size_in(budget.unit, networks.original, networks.architecture),
-        networks.architecture,
-    )
+    spec = networks.architecture
+    size = size_in(budget.unit, networks.original, spec)
     if budget.unit == "bytes":
         return size, budget.amount
     of_clients = [size.of(spec, local.widths) for local in networks.specs]
     return size, budget.amount * sum(of_clients) / len(of_clients)
+
+
+def check_budget(networks: Networks, budget: Budget, prunable: Collection[str]) -> None:
+    """Refuse a budget that no fused network fits; prunable: groups that may lose neurons."""
+    size, limit = allowed(networks, budget)
+    least = {name: max(networks.local_widths(name)) for name in networks.spec.groups}
+    least |= dict.fromkeys(prunable, 1)
+    for tie in networks.tied_widths:
+        if set(tie) <= set(prunable):
+            least |= {name: lcm(*tie.values()) // places for name, places in tie.items()}
+    needed = size.of(networks.architecture, networks.architecture.widths | least) / limit
+    if needed <= 1:
+        return
+    if not prunable:
+        raise InputError(
+            f"budget: found {budget}, but a merged network is as wide as its widest client, which "
+            f"is {needed:.2f} times that; with a probe and a refit it is pruned, unless bases are "
+            "learned or prune_from is 1; method stack can be smaller"
+        )
+    fixed = [name for name in networks.spec.groups if name not in prunable]
+    raise InputError(
+        f"budget: found {budget}, but with the fewest neurons the network has {needed:.2f} times "
+        "that; allow more" + (f"; the width of {few(fixed)} cannot change" if fixed else "")
+    )
 
 
 def fitted_widths(
@@ -102,10 +125,10 @@ def fitted_widths(
     return kept
 
 
-def largest_factor(networks: Networks, budget: Budget, least: float | None = None) -> float:
+def largest_factor(networks: Networks, budget: Budget) -> float:
     """The factor of the local widths at which a fused network costs what a budget allows.
 
-    least: what a smaller budget gives; None to refuse one that the local widths do not fit
+    It is 1 for a smaller budget, which only pruning can keep; see `check_budget`.
     """
     size, limit = allowed(networks, budget)
     spec = networks.architecture
@@ -113,14 +136,8 @@ def largest_factor(networks: Networks, budget: Budget, least: float | None = Non
     def cost(factor: float) -> float:
         return size.of(spec, spec.widths | width_limits(networks, factor))
 
-    if cost(1.0) > limit and least is not None:
-        return least
     if cost(1.0) > limit:
-        raise InputError(
-            f"budget: found {budget}, but a merged network is as wide as its widest client, which "
-            f"is {cost(1.0) / limit:.2f} times that; with a probe it is pruned, unless prune_from "
-            "is 1"
-        )
+        return 1.0
     low, high = 1.0, float(len(networks.specs))
     if cost(high) <= limit:
         return high

@@ -7,7 +7,7 @@ mean and spread over trials, never a single one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -187,10 +187,14 @@ def _summary_table(
         for place, (_, column) in enumerate(columns, start=1)
         for method in _best_methods(column, best_of)
     )
-    trials = sorted({summary.trials for _, column in columns for summary in column.values()})
-    note = " to ".join(str(t) for t in dict.fromkeys((trials[0], trials[-1])))
-    note += " trials" if trials[-1] > 1 else " trial"
+    note = _range({summary.trials for _, column in columns for summary in column.values()})
     return TextTable(title, ("method", *(heading for heading, _ in columns)), rows, best, note)
+
+
+def _range(trials: Collection[int]) -> str:
+    """How many trials there are: fewest and most of several cells."""
+    ends = dict.fromkeys((min(trials), max(trials)))
+    return " to ".join(map(str, ends)) + (" trials" if max(trials) > 1 else " trial")
 
 
 def _best_methods(
@@ -212,14 +216,16 @@ def lead_table(
     leads: (method, the one it is compared with), a row for each; a column for each cell
     """
     scores = {(CellKey.of(r), r["method"], r["trial"]): float(r[field]) for r in records}
-    cells = list(by_cell(records, lambda r: r[field]))
+    cells = sorted({cell for cell, _, _ in scores}, key=lambda key: key[::-1])
     trials = sorted({trial for _, _, trial in scores})
+    compared: set[int] = set()
 
     def text(cell: CellKey, method: str, other: str) -> str:
         pairs = [((cell, method, trial), (cell, other, trial)) for trial in trials]
         ahead = [scores[a] - scores[b] for a, b in pairs if a in scores and b in scores]
         if not ahead:
             return ""
+        compared.add(len(ahead))
         summary = Summary.of(ahead)
         return f"{summary.mean:+.1f}" + (
             "" if summary.spread is None else f" ± {summary.spread:.1f}"
@@ -231,9 +237,9 @@ def lead_table(
     ]
     return TextTable(
         title,
-        ("points", *map(cell_name, cells)),
+        ("lead, in points", *map(cell_name, cells)),
         tuple(row for row in rows if any(row[1:])),
-        note="differences within each trial; without ± there is one",
+        note=f"differences within each trial, {_range(compared)}" if compared else "",
     )
 
 
