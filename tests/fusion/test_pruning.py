@@ -184,8 +184,9 @@ def test_what_pruning_needs_is_asked_for() -> None:
     with pytest.raises(InputError, match=r"prune_from: found 0\.5"):
         fused(clients(), max_width=1.0, prune_from=0.5)
     architecture = Architecture(lambda: clients()[0], INPUTS)
+    options: dict[str, Any] = {"rounds": 1, "max_width": 1.0, "prune_from": 2.0}
     with pytest.raises(InputError, match="prune_from: which neurons matter"):
-        make_strategy("match-refit", architecture, Training(), max_width=1.0, prune_from=2.0)
+        make_strategy("match-refit", architecture, Training(), **options)
 
 
 def test_made_up_inputs_are_as_good_as_others_to_prune_by() -> None:
