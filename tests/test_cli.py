@@ -120,7 +120,7 @@ def test_the_demo_compares_all_methods_at_one_size(
     assert not ran["fedavg"]["uses_probe"]
     assert ran["stack"]["without_probe"] is None
     sizes = {name: [size for size, _ in curve] for name, curve in found["curves"].items()}
-    assert sizes["nafi"][0] == 1.0
+    assert sizes["nafi"][0] < 0.51
     assert sizes["stack"][0] < 0.51
     assert max(map(max, sizes.values())) <= 4.0
 

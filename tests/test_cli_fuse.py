@@ -346,7 +346,7 @@ def spoil(folder: Path, what: str) -> list[str]:
         ("budget and width", r"give max_width or budget, not both"),
         (
             "small budget",
-            r"budget: found 0\.5 params, but a merged network.*with a probe it is pruned",
+            r"budget: found 0\.5 params, but a merged network.*with a probe and a refit",
         ),
         ("tiny budget", r"budget: found 12 bytes, but with the fewest neurons .* allow more"),
         ("budgets", r"budget: a list needs validate="),

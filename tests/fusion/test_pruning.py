@@ -138,10 +138,15 @@ def test_every_neuron_that_is_left_is_some_clients() -> None:
 
 # In which matching keeps no neurons apart of the groups that could be pruned.
 NOTHING_APART = {"grouped_conv_nested", "einsum"}
+# Of the networks that take long, one of each kind.
+DEEP = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("unet_bilinear", "resnet_bottleneck", "monai_densenet", "vit_fused", "gpt2")
+]
 
 
-@pytest.mark.parametrize("name", zoo.tested())
-def test_every_network_of_the_zoo_keeps_its_limits(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in zoo.tested() if isinstance(name, str)] + DEEP)
+def test_networks_of_the_zoo_keep_their_limits(name: str) -> None:
     """Two networks that have little in common, so that much is pruned wherever it can be."""
     first, inputs = zoo.seeded(name)
     second, _ = zoo.seeded(name)

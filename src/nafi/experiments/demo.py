@@ -39,10 +39,7 @@ TRAINING = replace(PAPER, epochs=20)
 
 ONE_CLIENT = "1.0 params"
 # What more parameters, or fewer, are worth: a curve for each of these.
-CURVES = {
-    "nafi": (ONE_CLIENT, "2.0 params", "4.0 params"),
-    "stack": ("0.5 params", ONE_CLIENT, "2.0 params", "4.0 params"),
-}
+CURVES = dict.fromkeys(("nafi", "stack"), ("0.5 params", ONE_CLIENT, "2.0 params", "4.0 params"))
 _ALONE, _BEST, _ALL = "one client, mean", "one client, best", f"ensemble of {CLIENTS}"
 
 
