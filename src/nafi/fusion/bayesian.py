@@ -73,16 +73,17 @@ class Bayesian(MatchingOptions, AligningMethod):
     max_width: most neurons of a group: a whole number, a float as a factor of the local width, or
         either by group name. With a probe, as many are kept apart as differ, up to this
     budget: instead, for the whole network: "2.0 params" or "2.0 flops", times one client's, or a
-        size such as "300 kB". With a probe, layers get the widths at which least is lost; without
-        one, the largest factor that fits. A list needs validate=
+        size such as "300 kB". With a probe, each layer is pruned to the width at which least is
+        lost; without one, or without a refit, all widths grow by the largest factor that fits. A
+        list needs validate=
     bases: where nothing acts on neurons one by one, as in the residual stream of a transformer and
         within its heads, there are bases instead of neurons: "rotated" turns those of all models
         into a common one; "learned" then goes on turning them on the probe, until the mean of all
         weights says what the ensemble says, and leaves norms as they are; "ordered" only looks for
         an order
-    prune_from: with a probe, match up to so many times as wide as the limit says, and keep the
-        neurons that the layers above would miss most. None for 2 with a budget, which then says
-        where they go as well, and for 1, so that nothing is pruned, with max_width
+    prune_from: with a probe, match up to so many times as wide as the limit, then keep the neurons
+        that the layers above would miss most. None means 2 with a budget and 1 with max_width; at
+        1 nothing is pruned
     match_by: with a probe, "responses" to it, or "weights" as without one
     tree: match groups of at most so many models first, then their posteriors, in which a neuron of
         n models counts for n, and then place every model among what was found. For thousands of

@@ -1,7 +1,7 @@
 """Pruning: of a network that was fused wider than it may be, the neurons that matter most.
 
-Hides: how neurons are given up, and what becomes of those who went there. Promises: what is left is
-fitted anew to what it computed among the others, and has an alignment of its own.
+Hides: how neurons are given up, and where that leaves the clients' neurons. Promises: what is left
+is fitted anew to what it computed among the others, and has an alignment of its own.
 """
 
 from __future__ import annotations
