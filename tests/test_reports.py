@@ -207,6 +207,26 @@ def test_leads_after_two_rounds_and_with_the_solved_head() -> None:
     }
 
 
+def test_two_rounds_are_counted_in_epochs() -> None:
+    """Rounds of three epochs: a method may have six in one, or two in each of many."""
+
+    def in_rounds(method: str, scores: list[float], **chosen: Any) -> dict[str, Any]:
+        rounds = [{"test": score, "validation": score} for score in scores]
+        config = {"name": "r", "title": "R", "rounds": 5, "training": {"epochs": 3}}
+        return record(method, 0, scores[-1], rounds=rounds, config=config, chosen=chosen)
+
+    runs = [
+        in_rounds("fedavg", [1.0, 2.0, 3.0, 4.0, 5.0]),
+        in_rounds("nafi-refit-early", [6.0], epochs=6, rounds=1),
+        in_rounds("nafi-refit", [7.0], epochs=15, rounds=1),
+        in_rounds("fedma", [10.0, 20.0, 30.0, 40.0], epochs=2, rounds=4),
+        record("local", 0, 9.0, config={"name": "r", "rounds": 5, "training": {"epochs": 3}}),
+    ]
+    (table,) = VIEWS["early"](Material(runs))
+    assert isinstance(table, TextTable)
+    assert table.rows == (("fedavg", "2.00"), ("fedma", "30.00"), ("nafi-refit-early", "6.00"))
+
+
 def test_the_barrier_is_the_loss_above_the_clients_of_the_trial() -> None:
     runs = [
         record("local", 0, 50.0, test_loss=1.0),

@@ -84,6 +84,39 @@ def test_sums_of_a_layer_are_those_over_all_its_inputs() -> None:
     assert sums.cross.shape == (1, 5, 0)
 
 
+def test_later_batches_run_up_to_the_last_layer_that_is_summed() -> None:
+    """The first batch of a form runs to its end: it tells how often the layers run."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    ends: list[int] = []
+    model[2].register_forward_hook(lambda *_: ends.append(1))
+    batches = [(torch.randn(n, 3, generator=drawn(n)),) for n in (5, 5, 2)]
+    one_by_one = [layer_statistics(model, [b], ["1.weight"])["1.weight"].whole for b in batches]
+    assert len(ends) == 3
+    together = layer_statistics(model, batches, ["1.weight"])["1.weight"].whole
+    assert len(ends) == 4
+    torch.testing.assert_close(together.gram, sum(part.gram for part in one_by_one))
+    assert float(together.count) == 12
+
+
+def test_texts_of_other_lengths_are_summed_to_their_ends() -> None:
+    """A recurrent layer runs once for each step, so batches of another form run to their end."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.RNNCell(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = x.new_zeros(len(x), 3)
+            for step in x.unbind(1):
+                state = self.cell(step, state)
+            return state
+
+    batches = [(torch.randn(4, steps, 2, generator=drawn(steps)),) for steps in (2, 2, 5, 2, 5)]
+    sums = layer_statistics(Reader(), batches, ["cell.weight_hh"])["cell.weight_hh"].whole
+    assert float(sums.count) == 4 * (2 + 2 + 5 + 2 + 5)
+
+
 def test_a_convolution_reads_patches() -> None:
     conv = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1))
     images = torch.randn(5, 2, 4, 4, generator=drawn())

@@ -7,11 +7,12 @@ add up, over clients too; two networks of one form are compared at the same inpu
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError, few
 from nafi.fusion.probe import batch_size
@@ -24,6 +25,7 @@ from nafi.graph import (
     ModelSpec,
     Placements,
     Product,
+    SeenEnough,
     copy_network,
     lift_axes,
     named_tensors,
@@ -85,15 +87,18 @@ def layer_statistics(
 
     batches: arguments of the network; weights: those whose layers are summed
 
-    Cost: one run of each network, and M K (K + N) for a layer with K inputs, N outputs and M
-    inputs and places.
+    Cost: one run of each network up to the last of these layers, and M K (K + N) for a layer with K
+    inputs, N outputs and M inputs and places.
     """
     sums: dict[str, LayerParts] = {}
+    visits: dict[Hashable, int] = {}  # by the form of a batch: how often these layers run
     for number, batch in enumerate(batches):
-        run = _Run(model, weights, number, PLACES * batch_size(batch), targets)
+        form = _form(batch)
+        run = _Run(model, weights, number, PLACES * batch_size(batch), targets, visits.get(form))
         if targets is not None:
             watch(targets.model, batch, run.visit_targets)
         watch(model, batch, run.visit)
+        visits[form] = run.visits
         for name, part in run.sums.items():
             sums[name] = sums[name] + part if name in sums else part
     missing = [name for name in weights if name not in sums]
@@ -206,15 +211,20 @@ def add_to_layer(
 
 @dataclass
 class _Run:
-    """One batch through a network, and before that through the one with the targets."""
+    """One batch through a network, and before that through the one with the targets.
+
+    expected: how often the layers run, if a batch of this form has told; the rest is left out then
+    """
 
     model: nn.Module
     weights: Collection[str]
     number: int
     most: int
     targets: Targets | None
+    expected: int | None
     wanted: dict[Use, Tensor] = field(default_factory=dict)
     sums: dict[str, LayerParts] = field(default_factory=dict)
+    visits: int = 0
 
     def visit_targets(self, product: Product) -> None:
         assert self.targets is not None
@@ -222,6 +232,8 @@ class _Run:
             inputs = product.inputs(self._rows(product))
             made = _affine(product, inputs, self.targets.model, self.targets.spec)
             self.wanted[product.name, product.call] = made
+            if len(self.wanted) == self.expected:
+                raise SeenEnough
 
     def visit(self, product: Product) -> None:
         name = product.name
@@ -235,11 +247,24 @@ class _Run:
             lacking = (self.wanted[name, product.call] - made) * owned
         part = LayerParts.of(inputs, lacking)
         self.sums[name] = self.sums[name] + part if name in self.sums else part
+        self.visits += 1
+        if self.visits == self.expected:
+            raise SeenEnough
 
     def _rows(self, product: Product) -> Tensor:
         """The places to look at, the same in all networks of a form."""
         seed = zlib.crc32(f"{product.name} {product.call} {self.number}".encode())
         return sample_rows(product.places, self.most, seed)
+
+
+def _form(batch: Inputs) -> Hashable:
+    """The structure of a batch and the shapes in it, but for how many inputs it has.
+
+    A traced network runs the same operations on all batches of one form.
+    """
+    leaves, structure = pytree.tree_flatten(batch)
+    shapes = tuple(tuple(x.shape[1:]) for x in leaves if isinstance(x, Tensor))
+    return str(structure), shapes
 
 
 def _affine(product: Product, inputs: Tensor, model: nn.Module, spec: ModelSpec) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -247,12 +247,21 @@ def sample_rows(places: int, rows: int, seed: int) -> Tensor:
 Visit = Callable[[Product], None]
 
 
+class SeenEnough(BaseException):
+    """Raised by a visitor that needs nothing of what is left of a run.
+
+    It is no error, and no handler within the network may catch it.
+    """
+
+
 def watch(model: nn.Module, inputs: Inputs, visit: Visit) -> frozenset[str]:
     """Run a network in eval mode and visit every product with a parameter just before it is made.
 
-    Returns the parameters that are also used in another way: looked up, scaled, or copied.
+    Returns the parameters that are also used in another way: looked up, scaled, or copied; of a
+    run that `SeenEnough` ended, those up to there.
     """
-    with evaluating(model), plain_kernels(model), Watching(model, visit) as watching:
+    watching = Watching(model, visit)
+    with evaluating(model), plain_kernels(model), suppress(SeenEnough), watching:
         call(model, inputs)
     return frozenset(watching.other_uses)
 

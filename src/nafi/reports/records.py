@@ -81,6 +81,7 @@ _ORDER = (
     "nafi-oneshot-calibrated",
     "nafi-layerwise",
     "nafi-average",
+    "nafi-refit-early",
     "nafi-refit",
     "nafi-refit-average",
     "nafi",

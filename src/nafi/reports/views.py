@@ -385,7 +385,7 @@ def _recall_lost(records: Sequence[Record], without: Sequence[Record]) -> str:
 
 @view("early")
 def _early(material: Material) -> Iterator[TextTable | Figure]:
-    """Scores after the second round, with the trained and with the solved last layer."""
+    """Scores after the epochs of two rounds, with the trained and with the solved last layer."""
     for label, early in _after_two_rounds(material):
         title = f"{material.metric.capitalize()} after two rounds{label}"
         yield score_table(early, title, "early")
@@ -393,13 +393,26 @@ def _early(material: Material) -> Iterator[TextTable | Figure]:
 
 def _after_two_rounds(material: Material) -> Iterator[tuple[str, list[Record]]]:
     """With the trained and with the solved last layer: what to call it, records with "early"."""
-    timed = [r for r in material.in_rounds if len(r["rounds"]) > 2]
+    lasts = [(record, _last_of_two_rounds(record)) for record in material.records]
     for name, label in (("test", ""), ("head_test", _SOLVED)):
         early: list[Record] = [
-            {**r, "early": r["rounds"][1][name]} for r in timed if name in r["rounds"][1]
+            {**record, "early": last[name]} for record, last in lasts if last and name in last
         ]
         if early:
             yield label, early
+
+
+def _last_of_two_rounds(record: Record) -> Record | None:
+    """The last round within the epochs of two, of experiments with more than two rounds.
+
+    Methods may have other rounds than their experiment: one of six epochs instead of two of three.
+    """
+    config, chosen = record["config"], record.get("chosen") or {}
+    if int(config.get("rounds") or 1) <= 2:
+        return None
+    usual = int(config.get("training", {}).get("epochs", 1))
+    last = 2 * usual // int(chosen.get("epochs", usual))
+    return ((record.get("rounds") or [])[:last] or [None])[-1]
 
 
 @view("leads")
