@@ -145,7 +145,7 @@ def test_an_experiment_of_the_users_names_its_own_views() -> None:
     records = [{**r, "experiment": "mine", "report": own} for r in NETS]
     (section,) = sections({"mine": records}, report_of)
     assert [table.title for table in section.tables] == ["Widths of the fused networks", "Mine"]
-    with pytest.raises(InputError, match="there is no view 'scores'; known: score"):
+    with pytest.raises(InputError, match="there is no view 'scores'; known: attacks, barrier"):
         sections({"mine": [{**NETS[0], "report": {"views": ["scores"]}}]}, report_of)
 
 
