@@ -743,7 +743,7 @@ def test_a_file_that_is_edited_while_it_runs_does_not_stop_the_run(
     tried = [{"options": {}, "validation": 1.0, "test": 2.0, "widths": [], "seconds": 0.0}]
     cell = cells(load_experiment("mnist-poison", "quick"))[0]
     (tmp_path / "mnist-poison.toml").write_text("half a li")
-    monkeypatch.setattr("nafi.experiments.config.PAPER", tmp_path)
+    monkeypatch.setattr("nafi.experiments.files.PAPER", tmp_path)
     record = make_record(cell, tried, 1.0)
     assert report_of(record)["views"] == cell.experiment.report.views
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nafi
-from nafi.experiments.config import load_experiment
+from nafi.experiments import load_experiment
 from nafi.experiments.models import UNet, unet_widths
 from nafi.experiments.problems import bce_and_dice
 from nafi.federated import (

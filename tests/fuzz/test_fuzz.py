@@ -38,7 +38,7 @@ from nafi.cli.app import app
 from nafi.cli.recipe import read_values
 from nafi.errors import NafiError
 from nafi.experiments import load_experiment, read_runs
-from nafi.experiments.config import PAPER
+from nafi.experiments.files import PAPER
 from nafi.federated import (
     Acceptance,
     Strategy,

@@ -4,13 +4,9 @@ from nafi.errors import require
 
 require("pydantic", "sklearn", "pooch", "PIL")
 
-from nafi.experiments.config import (  # noqa: E402
-    Experiment,
-    experiment_names,
-    load_experiment,
-    report_of,
-)
+from nafi.experiments.config import Experiment  # noqa: E402
 from nafi.experiments.demo import Demo, DemoRow, run_demo  # noqa: E402
+from nafi.experiments.files import experiment_names, load_experiment, report_of  # noqa: E402
 from nafi.experiments.problems import PROBLEMS, Problem, find_photo, load_data  # noqa: E402
 from nafi.experiments.records import read_records, read_runs  # noqa: E402
 from nafi.experiments.runner import run_experiment  # noqa: E402

@@ -18,8 +18,9 @@ import torch
 
 from nafi.errors import InputError
 from nafi.experiments.cells import Cell, Key
-from nafi.experiments.config import Experiment, packaged_report
+from nafi.experiments.config import Experiment
 from nafi.experiments.entries import DETAILS, Record
+from nafi.experiments.files import packaged_report
 from nafi.experiments.problems import PROBLEMS
 from nafi.files import atomic_path, check_writable
 from nafi.version import __version__

@@ -67,7 +67,8 @@ def check_views(names: Sequence[str]) -> None:
     """Refuse names of views that there are not."""
     for name in names:
         if name not in VIEWS:
-            raise InputError(f"report: there is no view {name!r}; known: {', '.join(sorted(VIEWS))}")
+            known = ", ".join(sorted(VIEWS))
+            raise InputError(f"report: there is no view {name!r}; known: {known}")
 
 
 def is_one_shot(record: Record) -> bool:
