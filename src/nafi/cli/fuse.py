@@ -34,7 +34,7 @@ from nafi.trust import Trust
 
 if TYPE_CHECKING:
     from nafi.checkpoints import ClientFiles
-    from nafi.fusion import Validate
+    from nafi.fusion import FusionResult, Method, Validate
 
 
 @app.command(cls=RecipeCommand)
@@ -195,10 +195,9 @@ def fuse(
     """Fuse checkpoints of one architecture into one that `nafi.load` turns into a model."""
     with waiting("loading PyTorch", as_json):
         from nafi.checkpoints import load_clients, open_clients, outline_clients
-        from nafi.files import expand_paths, read_json
-        from nafi.fusion import BUDGETS, make_method, read_budget
-        from nafi.fusion import frontier as try_budgets
+        from nafi.files import expand_paths
         from nafi.fusion import fuse as fuse_models
+        from nafi.fusion import make_method
         from nafi.model_card import Origin
         from nafi.recipes import store_recipe
 
@@ -209,19 +208,16 @@ def fuse(
     # A dry run writes nothing, so that nothing is in its way.
     overwrite = force or only_plan
     check_outputs(out, {"--report": report} if report else {}, checkpoints, overwrite)
-    # Whoever names no inputs has none, most likely; "none" is for those who want none.
-    unnamed, probe = probe is None, None if probe == "none" else probe
     by_weights = "--stream" if stream else "--tree" if tree is not None else None
-    if by_weights and (probe is not None or frontier):
-        text = "matches by weights alone: leave out --probe and --frontier"
-        raise InputError(f"{by_weights} {text}")
-    unnamed = unnamed and by_weights is None
+    # Whoever names no inputs has none, most likely; "none" is for those who want none.
+    unnamed, probe = probe is None and by_weights is None, None if probe == "none" else probe
+    _check_inputs_named(by_weights, probe, frontier, distill)
     if report is not None:
         require("jinja2")
-    if distill and (probe is None or frontier):
-        raise InputError("--distill needs --probe, the inputs to train on, and no --frontier")
     if require_better and validate is None:
         raise InputError("--require-better needs --validate, which says what is better")
+    if class_counts is not None and sample_counts is not None:
+        raise InputError("give --class-counts or --sample-counts, not both")
     command_options: dict[str, Any] = {
         "penalty": penalty,
         "evidence": evidence,
@@ -233,16 +229,12 @@ def fuse(
     if frontier:
         _check_frontier(command_options, method, option, probe, validate)
     elif budget:
-        for text in budget:
-            read_budget(text)  # says what can be written here; the method would offer lists, too
-        command_options["budget"] = budget[0] if len(budget) == 1 else budget
+        command_options["budget"] = _budgets(budget)
     # Before any file is read.
     chosen = make_method(method, **_method_options(command_options, option or []))
     settings = {} if frontier else chosen.settings()
     if validate is None:
         chosen.check_one_variant()
-    if class_counts is not None and sample_counts is not None:
-        raise InputError("give --class-counts or --sample-counts, not both")
     chosen.check_uses(class_counts=class_counts, sample_counts=sample_counts, probe=probe)
     if method == "ensemble":
         raise InputError(
@@ -250,25 +242,77 @@ def fuse(
         )
     if as_folder:
         check_folder_method(out, method, budget or None, frontier, batchnorm)
-    if only_plan and frontier:
-        raise InputError("--dry-run says what one fusion would do: leave out --frontier")
+    names, source = [str(path) for path in checkpoints], "auto" if unnamed else probe
     if only_plan:
+        if frontier:
+            raise InputError("--dry-run says what one fusion would do: leave out --frontier")
         with print_warnings(), waiting("reading headers", as_json):
             outlines = outline_clients(checkpoints, model, input_shape or [], strip_prefix, trust)
             if as_folder:
                 chosen, _ = keep_to_fields(chosen, outlines)
-        names = [str(path) for path in checkpoints]
-        dry_run(chosen, outlines, names, "auto" if unnamed else probe, as_json)
+        dry_run(chosen, outlines, names, source, as_json)
         return
     scoring = None if validate is None else _scoring(validate)
     with print_warnings(), waiting("reading checkpoints", as_json):
         read = open_clients if stream else load_clients
         files = read(checkpoints, model, input_shape or [], strip_prefix, trust)
-        inputs = _inputs("auto" if unnamed else probe, files, trust)
+        inputs = _inputs(source, files, trust)
         spec = None
         if as_folder:
             chosen, spec = keep_to_fields(chosen, files)
-    # What files know of their data is used where the method can; what the user gives must be.
+    known, used = _data_of(files, chosen, class_counts, sample_counts)
+    common = {**used, "probe": inputs, "validate": scoring, "names": names}
+    points: list[dict[str, Any]] = []
+    with print_warnings(), progress_bar(as_json) as progress:
+        common["progress"] = progress
+        if frontier:
+            result, points = _best_of_budgets(files, budget, common)
+        else:
+            common |= {"distill": distill, "spec": spec}
+            result = fuse_models(files.models, files.example_inputs, chosen, **common)
+    if require_better and result.scores is not None and not result.scores.better:
+        tell_result(result, None, None, None, as_json, points)
+        tell("nothing is written: the result scores below a checkpoint (--require-better)")
+        raise typer.Exit(3)
+    if unnamed and result.diagnostics["probe"] == "noise":
+        tell(_MADE_UP)
+    origin = Origin(names, command_line(), settings, factory=files.factory)
+    save_result(result, out, files, known, origin, overwrite=force)
+    store_recipe(out, effective_recipe(ctx, out))
+    if report is not None:
+        write_result_page(result, out, report, points)
+    tell_result(result, out, files.factory, report, as_json, points)
+
+
+def _check_inputs_named(
+    by_weights: str | None, probe: str | None, frontier: bool, distill: int
+) -> None:
+    """Refuse inputs that nothing would be done with, and the lack of those that are needed."""
+    if by_weights and (probe is not None or frontier):
+        text = "matches by weights alone: leave out --probe and --frontier"
+        raise InputError(f"{by_weights} {text}")
+    if distill and (probe is None or frontier):
+        raise InputError("--distill needs --probe, the inputs to train on, and no --frontier")
+
+
+def _budgets(texts: list[str]) -> str | list[str]:
+    """A budget, or several to try."""
+    from nafi.fusion import read_budget
+
+    for text in texts:
+        read_budget(text)  # says what can be written here; the method would offer lists, too
+    return texts[0] if len(texts) == 1 else texts
+
+
+def _data_of(
+    files: ClientFiles, chosen: Method, class_counts: Path | None, sample_counts: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is known of the clients' data, and what of it the method is given.
+
+    What files know is used where the method can; what the user gives must be.
+    """
+    from nafi.files import read_json
+
     known: dict[str, Any] = {
         "class_counts": files.class_counts,
         "sample_counts": files.sample_counts,
@@ -279,32 +323,18 @@ def fuse(
     if sample_counts is not None:
         # Classes would count for more than samples: what the user gives comes first.
         used = {"sample_counts": _numbers(sample_counts)}
-    common: dict[str, Any] = {"probe": inputs, "validate": scoring}
-    common["names"] = [str(path) for path in checkpoints]
-    points: list[dict[str, Any]] = []
-    with print_warnings(), progress_bar(as_json) as progress:
-        common["progress"] = progress
-        if frontier:
-            tried = try_budgets(
-                files.models, files.example_inputs, budgets=budget or BUDGETS, **common, **used
-            )
-            result, points = tried.best, tried.to_dict()
-        else:
-            common |= {"distill": distill, "spec": spec}
-            result = fuse_models(files.models, files.example_inputs, chosen, **common, **used)
-    if require_better and result.scores is not None and not result.scores.better:
-        tell_result(result, None, None, None, as_json, points)
-        tell("nothing is written: the result scores below a checkpoint (--require-better)")
-        raise typer.Exit(3)
-    if unnamed and result.diagnostics["probe"] == "noise":
-        tell(_MADE_UP)
-    names = [str(path) for path in checkpoints]
-    origin = Origin(names, command_line(), settings, factory=files.factory)
-    save_result(result, out, files, known | used, origin, overwrite=force)
-    store_recipe(out, effective_recipe(ctx, out))
-    if report is not None:
-        write_result_page(result, out, report, points)
-    tell_result(result, out, files.factory, report, as_json, points)
+    return known | used, used
+
+
+def _best_of_budgets(
+    files: ClientFiles, budgets: list[str] | None, common: dict[str, Any]
+) -> tuple[FusionResult, list[dict[str, Any]]]:
+    """The best result of several budgets, and all of them as points of a figure."""
+    from nafi.fusion import BUDGETS
+    from nafi.fusion import frontier as try_budgets
+
+    tried = try_budgets(files.models, files.example_inputs, budgets=budgets or BUDGETS, **common)
+    return tried.best, tried.to_dict()
 
 
 def _calibrated(batchnorm: str | None, probe: str | None) -> dict[str, Any]:
