@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from nafi.cli.app import app
@@ -30,7 +31,7 @@ from nafi.experiments import (
     run_experiment,
 )
 from nafi.experiments.cells import Cell, cells
-from nafi.experiments.clients import population
+from nafi.experiments.clients import digest, population
 from nafi.experiments.entries import accuracy
 from nafi.experiments.records import finished, make_record
 from nafi.experiments.runner import _each, _workers, run_cell
@@ -320,6 +321,25 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path: Path
         with pytest.raises(InputError, match=words):
             run_experiment(Experiment(**SMALL), place, jobs=1, resume=False, progress=quiet)
     assert not (tmp_path / "cache").exists()
+
+
+def test_other_clients_do_not_join_records(tmp_path: Path) -> None:
+    """Another processor trains others from the same recipe; here, a changed last bit does."""
+    experiment = Experiment(**{**SMALL, "trials": 1})
+    file = tmp_path / "r.jsonl"
+    alone = experiment.only(["local"])
+    run_experiment(alone, file, jobs=1, resume=False, progress=quiet)
+    content = file.read_text()
+    trained = first_cell(experiment).recipe({}).file
+    assert json.loads(content)["populations"] == {trained.stem: digest(trained.read_bytes())}
+    tensors = load_file(trained)
+    next(iter(tensors.values()))[0, 0] += 1e-7
+    save_file(tensors, trained)
+    with pytest.raises(InputError, match=r"^nafi, 3 clients, trial 0: its clients are not"):
+        run_experiment(experiment, file, jobs=1, resume=True, progress=quiet)
+    assert file.read_text() == content
+    trained.unlink()  # trained again, they are the same
+    run_experiment(experiment, file, jobs=1, resume=True, progress=quiet)
 
 
 def test_older_records_are_resumed(tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ def population(
     return [model.eval() for model in models]
 
 
+def fingerprint(recipe: Recipe) -> str | None:
+    """Changes with the last bit of the trained clients; None if they are not in the cache.
+
+    A recipe gives the same bits on the same processor with as many threads, and only there.
+    """
+    return digest(recipe.file.read_bytes()) if recipe.file.is_file() else None
+
+
 def _untrained(recipe: Recipe) -> list[nn.Module]:
     models = []
     network = PROBLEMS[recipe.trial.data].networks[recipe.network]

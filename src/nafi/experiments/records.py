@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from nafi.errors import InputError
 from nafi.experiments.cells import Cell, Key
+from nafi.experiments.clients import fingerprint
 from nafi.experiments.config import Experiment
 from nafi.experiments.entries import DETAILS, Record
 from nafi.experiments.files import packaged_report
@@ -56,6 +57,7 @@ def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
         **({"attack": method.attack} if method.attack != "none" else {}),
         "seed": cell.seed,
         "fusion_seed": cell.fusion_seed,
+        **_populations(cell),
         "chosen": best["options"],
         "validation": best["validation"],
         "test": best["test"],
@@ -75,6 +77,30 @@ def make_record(cell: Cell, tried: Sequence[Record], seconds: float) -> Record:
             "scipy": scipy.__version__,
         },
     }
+
+
+def _populations(cell: Cell) -> Record:
+    """The fingerprint of every population that the cell has used."""
+    marks = {recipe.file.stem: fingerprint(recipe) for recipe in cell.recipes()}
+    known = {name: mark for name, mark in marks.items() if mark is not None}
+    return {"populations": known} if known else {}
+
+
+def check_populations(todo: Sequence[Cell], done: Iterable[Record], file: Path) -> None:
+    """Refuse to compare methods on clients that were trained in the same way and are others.
+
+    Call it when the populations are trained.
+    """
+    recorded = {name: mark for r in done for name, mark in r.get("populations", {}).items()}
+    for cell in todo:
+        for name, mark in _populations(cell).get("populations", {}).items():
+            if recorded.get(name, mark) != mark:
+                raise InputError(
+                    f"{cell.label}: its clients are not those of the records in {file}. They were "
+                    "trained in the same way on another processor, or with another number of "
+                    "threads, where rounding errors differ and grow. Go on there, or run the "
+                    "whole trial again: remove its lines, or give another --out"
+                )
 
 
 def append_record(file: Path, record: Record) -> None:

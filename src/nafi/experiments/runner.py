@@ -19,7 +19,13 @@ from nafi.experiments.clients import Recipe, population
 from nafi.experiments.config import Experiment
 from nafi.experiments.engine import try_candidates
 from nafi.experiments.entries import Record
-from nafi.experiments.records import append_record, check_place, finished, make_record
+from nafi.experiments.records import (
+    append_record,
+    check_place,
+    check_populations,
+    finished,
+    make_record,
+)
 from nafi.federated import Progress
 from nafi.locks import locked
 from nafi.workers import WorkerDiedError, Workers
@@ -81,6 +87,7 @@ def _run(
         for recipe, _ in _each(partial(_train, device=device), untrained, pool):
             count += 1
             progress(f"trained {recipe.trial.clients} clients", count, total)
+        check_populations(todo, done.values(), file)
         for wave in _waves(todo, done):
             run = here if pool is None else partial(run_cell, device=device)
             for cell, record in _each(run, wave, pool):
