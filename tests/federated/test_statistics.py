@@ -93,7 +93,7 @@ def test_later_batches_run_up_to_the_last_layer_that_is_summed() -> None:
     one_by_one = [layer_statistics(model, [b], ["1.weight"])["1.weight"].whole for b in batches]
     assert len(ends) == 3
     together = layer_statistics(model, batches, ["1.weight"])["1.weight"].whole
-    assert len(ends) == 4
+    assert len(ends) == 3 + 2  # the first of five inputs, and the one of two
     torch.testing.assert_close(together.gram, sum(part.gram for part in one_by_one))
     assert float(together.count) == 12
 
@@ -115,6 +115,38 @@ def test_texts_of_other_lengths_are_summed_to_their_ends() -> None:
     batches = [(torch.randn(4, steps, 2, generator=drawn(steps)),) for steps in (2, 2, 5, 2, 5)]
     sums = layer_statistics(Reader(), batches, ["cell.weight_hh"])["cell.weight_hh"].whole
     assert float(sums.count) == 4 * (2 + 2 + 5 + 2 + 5)
+
+
+class UntilPadding(nn.Module):
+    """Reads as far as the longest text of a batch; zeros pad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell = nn.Embedding(11, 4), nn.GRUCell(4, 6)
+
+    def forward(self, texts: Tensor) -> Tensor:
+        state = self.embed.weight.new_zeros(len(texts), 6)
+        for step in range(int((texts != 0).sum(1).max())):
+            state = self.cell(self.embed(texts[:, step]), state)
+        return state
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_texts_whose_values_tell_their_length_are_summed_to_their_ends(first: int) -> None:
+    short = torch.randint(1, 11, (8, 7), generator=drawn())
+    short[:, first:] = 0
+    long = torch.randint(1, 11, (8, 7), generator=drawn())
+    for batches in ([short, long, long], [long, short, long]):
+        weights = ["cell.weight_ih", "cell.weight_hh"]
+        sums = layer_statistics(UntilPadding(), [(texts,) for texts in batches], weights)
+        assert [float(sums[w].whole.count) for w in weights] == [8 * (first + 7 + 7)] * 2
+
+
+def test_compiled_parts_run_to_their_ends() -> None:
+    part = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4)))
+    model = nn.Sequential(part, nn.Linear(4, 2))
+    batches = [(torch.randn(5, 3, generator=drawn()),) for _ in range(3)]
+    assert float(layer_statistics(model, batches, ["0.0.weight"])["0.0.weight"].whole.count) == 15
 
 
 def test_a_convolution_reads_patches() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,7 @@ from nafi.graph import (
     Placements,
     Product,
     SeenEnough,
+    ValueReads,
     copy_network,
     lift_axes,
     named_tensors,
@@ -87,18 +89,21 @@ def layer_statistics(
 
     batches: arguments of the network; weights: those whose layers are summed
 
-    Cost: one run of each network up to the last of these layers, and M K (K + N) for a layer with K
-    inputs, N outputs and M inputs and places.
+    Cost: one run of each network, and M K (K + N) for a layer with K inputs, N outputs and M
+    inputs and places. Where no code looks at values, batches of the shapes of an earlier one run
+    up to the last of these layers only.
     """
     sums: dict[str, LayerParts] = {}
-    visits: dict[Hashable, int] = {}  # by the form of a batch: how often these layers run
+    last: dict[Hashable, int | None] = {}  # by the form of a batch: after how many visits to end
     for number, batch in enumerate(batches):
         form = _form(batch)
-        run = _Run(model, weights, number, PLACES * batch_size(batch), targets, visits.get(form))
-        if targets is not None:
-            watch(targets.model, batch, run.visit_targets)
-        watch(model, batch, run.visit)
-        visits[form] = run.visits
+        run = _Run(model, weights, number, PLACES * batch_size(batch), targets, last.get(form))
+        reads = ValueReads(model)
+        with nullcontext() if form in last else reads:
+            if targets is not None:
+                watch(targets.model, batch, run.visit_targets)
+            watch(model, batch, run.visit)
+        last.setdefault(form, None if reads.seen else run.visits_if_once)
         for name, part in run.sums.items():
             sums[name] = sums[name] + part if name in sums else part
     missing = [name for name in weights if name not in sums]
@@ -213,7 +218,7 @@ def add_to_layer(
 class _Run:
     """One batch through a network, and before that through the one with the targets.
 
-    expected: how often the layers run, if a batch of this form has told; the rest is left out then
+    expected: how often the layers run, if a batch of this form has told; the run ends after that
     """
 
     model: nn.Module
@@ -225,6 +230,11 @@ class _Run:
     wanted: dict[Use, Tensor] = field(default_factory=dict)
     sums: dict[str, LayerParts] = field(default_factory=dict)
     visits: int = 0
+
+    @property
+    def visits_if_once(self) -> int | None:
+        """How often the layers ran; None where one did not run exactly once, as in a loop."""
+        return self.visits if self.visits == len(self.sums) == len(self.weights) else None
 
     def visit_targets(self, product: Product) -> None:
         assert self.targets is not None
@@ -258,13 +268,12 @@ class _Run:
 
 
 def _form(batch: Inputs) -> Hashable:
-    """The structure of a batch and the shapes in it, but for how many inputs it has.
+    """The structure of a batch and the shapes in it.
 
-    A traced network runs the same operations on all batches of one form.
+    A network that looks at nothing else runs the same operations on all batches of one form.
     """
     leaves, structure = pytree.tree_flatten(batch)
-    shapes = tuple(tuple(x.shape[1:]) for x in leaves if isinstance(x, Tensor))
-    return str(structure), shapes
+    return str(structure), tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor))
 
 
 def _affine(product: Product, inputs: Tensor, model: nn.Module, spec: ModelSpec) -> Tensor:

@@ -150,9 +150,9 @@ class AligningMethod(Method):
     """A method that says where neurons go; all of these merge them in the same way.
 
     batchnorm: normalisation is folded into the layers before matching; "attach" puts it back
-        with other statistics, to train on; "fold" leaves it folded. With "average" only the matching looks at folded
-        layers, and normalisation is averaged with its neurons: for models from a common start, or
-        to `nafi.calibrate` the result on a few inputs
+        with other statistics, to train on; "fold" leaves it folded. With "average" only the
+        matching looks at folded layers, and normalisation is averaged with its neurons: for models
+        from a common start, or to `nafi.calibrate` the result on a few inputs
     restore_norm: give merged neurons the mean norm of their members, since averaging shrinks them
     refit: with a probe, fit every layer of the fused network to what its members compute
     weigh_inputs: with a probe of real inputs, let those models count more for an input whose batch

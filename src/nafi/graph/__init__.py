@@ -51,7 +51,14 @@ from nafi.graph.normalisation import (
     measured_moments,
 )
 from nafi.graph.permute import permute, permute_state, random_permutations
-from nafi.graph.products import Convolution, Product, SeenEnough, sample_rows, watch
+from nafi.graph.products import (
+    Convolution,
+    Product,
+    SeenEnough,
+    ValueReads,
+    sample_rows,
+    watch,
+)
 from nafi.graph.rebuild import rebuild
 from nafi.graph.resize import resize_state
 from nafi.graph.rules import Call, Value, rule
@@ -97,6 +104,7 @@ __all__ = [
     "Thinned",
     "Tie",
     "Value",
+    "ValueReads",
     "arguments",
     "attach_batchnorm",
     "blocks",

@@ -254,6 +254,32 @@ class SeenEnough(BaseException):
     """
 
 
+# Operations whose result decides what Python code does next, or how large something is.
+_READS_VALUES = {
+    _aten._local_scalar_dense,
+    _aten._pack_padded_sequence,
+    _aten._unique2,
+    _aten.equal,
+    _aten.masked_select,
+    _aten.nonzero,
+}
+
+
+class ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether a run looks at values, so that others of its shapes may take other steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Compiled code may look at values unseen, and does not let `SeenEnough` through.
+        self.seen = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen = self.seen or getattr(func, "overloadpacket", None) in _READS_VALUES
+        return func(*args, **(kwargs or {}))
+
+
 def watch(model: nn.Module, inputs: Inputs, visit: Visit) -> frozenset[str]:
     """Run a network in eval mode and visit every product with a parameter just before it is made.
 
