@@ -218,7 +218,9 @@ def test_two_rounds_are_counted_in_epochs() -> None:
     runs = [
         in_rounds("fedavg", [1.0, 2.0, 3.0, 4.0, 5.0]),
         in_rounds("nafi-refit-early", [6.0], epochs=6, rounds=1),
-        in_rounds("nafi-refit", [7.0], epochs=15, rounds=1),
+        in_rounds("nafi-refit", [7.0], epochs=15, rounds=1),  # too late
+        in_rounds("match-refit", [8.0], rounds=1),  # too early
+        in_rounds("ot", [9.0, 9.0], epochs=0),
         in_rounds("fedma", [10.0, 20.0, 30.0, 40.0], epochs=2, rounds=4),
         record("local", 0, 9.0, config={"name": "r", "rounds": 5, "training": {"epochs": 3}}),
     ]

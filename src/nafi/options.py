@@ -96,9 +96,7 @@ def one_or_several(constraint: Constraint) -> Constraint:
 
 def is_listed(value: object) -> bool:
     """Whether a value of an option stands for several."""
-    if isinstance(value, np.ndarray):
-        return value.ndim == 1
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def option(
@@ -131,9 +129,13 @@ class Options:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic | np.ndarray):  # as numbers and lists of Python
+                value = value.tolist()
+                object.__setattr__(self, field.name, value)
             constraint = field.metadata.get(_CONSTRAINT)
             if constraint is not None:
-                constraint.check(getattr(self, field.name), field.name)
+                constraint.check(value, field.name)
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:

@@ -264,6 +264,14 @@ def test_what_a_method_reports_is_kept(validate: Any) -> None:
         Reporting.from_options({}, "method reporting")
 
 
+def test_a_layer_of_one_neuron_may_come_first() -> None:
+    """It is in no group; that of another client with more neurons is."""
+    narrow, wide = seeded(0, 7, 1, 8, 4), seeded(1, 7, 5, 8, 4)
+    one, two = fused([narrow, wide], "nafi"), fused([wide, narrow], "nafi")
+    assert one.widths == two.widths
+    assert gap(one.model, two.model, INPUTS) < 1e-5
+
+
 def test_a_limit_of_one_tied_group_holds_for_all() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -212,6 +213,14 @@ def test_a_budget_that_nothing_fits_is_refused_before_any_work() -> None:
     ):
         fused(clients(), budget="0.01 params", progress=lambda step, *_: told.append(step))
     assert told == ["running the clients on the probe"]  # which is said before it is done
+
+
+def test_what_cannot_be_pruned_is_named() -> None:
+    layers = (nn.Conv2d(1, 6, 3), nn.GroupNorm(2, 6), nn.Flatten(), nn.Linear(24, 3))
+    models = [nn.Sequential(*map(copy.deepcopy, layers)) for _ in range(2)]
+    probe = torch.randn(32, 1, 4, 4)
+    with pytest.raises(InputError, match=r"found 0\.5 params, but .* width of 0.* cannot change"):
+        nafi.fuse(models, (probe[:2],), probe=probe, budget="0.5 params")
 
 
 def test_without_pruning_a_budget_is_one_factor_for_all() -> None:

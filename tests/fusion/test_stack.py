@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -173,6 +174,18 @@ def test_the_number_of_clients_is_chosen_by_a_score() -> None:
     assert len(found.diagnostics["scores"]) == 3
 
 
+@pytest.mark.parametrize("keep", [[2], (2,), np.array([2]), np.int64(2)])
+def test_a_list_of_one_is_no_choice(keep: Any) -> None:
+    assert (
+        nafi.fuse(clients(), INPUTS, method="stack", keep=keep).diagnostics["options"]
+        == (nafi.fuse(clients(), INPUTS, method="stack", keep=2).diagnostics["options"])
+    )
+
+
+def test_an_array_lists_values() -> None:
+    assert [variant.keep for variant in Stack(keep=np.array([1, 3])).variants()] == [1, 3]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -180,7 +193,8 @@ def test_the_number_of_clients_is_chosen_by_a_score() -> None:
         ({"keep": [1, 2]}, "a list needs validate="),
         ({"budget": "1 mile"}, "budget: found '1 mile'"),
         ({"budget": "1.0 params"}, "measured on a probe"),
-        ({"probe": INPUTS[0], "budget": "0.01 params"}, "even with the fewest neurons"),
+        ({"probe": INPUTS[0], "budget": "0.01 params"}, r"found 0\.01 params, but 3 clients need"),
+        ({"budget": b"1 params"}, r"budget: found b'1 params', expected"),
         ({"batchnorm": "average"}, "batchnorm"),
     ],
 )

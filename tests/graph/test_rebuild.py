@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import nafi
 from nafi.errors import SpecError
@@ -47,6 +49,19 @@ def test_one_group_may_grow_by_as_much_as_another_shrinks() -> None:
     columns = [*range(6), *range(8, 14)]
     expected = kept @ model.head.weight[:, columns].T + model.head.bias
     torch.testing.assert_close(found(x), expected)
+
+
+@pytest.mark.parametrize("normalised", [nn.utils.weight_norm, parametrizations.weight_norm])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_normalised_weights_become_narrower(normalised: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(normalised(nn.Linear(5, 7)), nn.ReLU(), nn.Linear(7, 3)).eval()
+    x = torch.randn(4, 5)
+    spec = nafi.groups(model, (x,))
+    (group,) = spec.groups
+    narrow = rebuild(model, spec, {group: 4})
+    expected = model[1](model[0](x))[:, :4] @ model[2].weight[:, :4].T + model[2].bias
+    torch.testing.assert_close(narrow(x), expected)
 
 
 def test_a_batch_is_never_regrouped_in_silence() -> None:

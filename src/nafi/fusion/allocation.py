@@ -32,11 +32,13 @@ class Part:
 
 
 def cut_to(
-    limit: float, parts: Sequence[Part], size: Size, ties: Sequence[Tie] = ()
+    limit: float, parts: Sequence[Part], size: Size, ties: Sequence[Tie] = (), stated: str = ""
 ) -> list[dict[str, int]]:
     """Group -> width, for each network, such that all together cost no more than the limit.
 
     Greedy: from the full widths on, the step is taken that loses least for what it saves.
+
+    stated: what an error calls the limit
     """
     networks = [_Shrinking(part, size, ties) for part in parts]
     cost = sum(network.cost for network in networks)
@@ -45,9 +47,9 @@ def cut_to(
         if rate == inf:
             several = len(parts) > 1
             raise InputError(
-                f"budget: found {limit:.4g}, but "
+                f"budget: found {stated or format(limit, '.4g')}, but "
                 + (f"{len(parts)} clients need" if several else "the network needs")
-                + f" {cost:.4g} even with the fewest neurons; "
+                + f" {cost / limit:.2f} times that even with the fewest neurons; "
                 + ("keep fewer of them (keep=), or allow more" if several else "allow more")
             )
         cost -= network.shrink()

@@ -248,7 +248,7 @@ class Bayesian(MatchingOptions, AligningMethod):
         if self.budget is None:
             return width_limits(networks, self.max_width)
         budget = read_budget(self.budget)
-        check_budget(networks, budget, networks.prunable if self.oversize(networks) > 1 else ())
+        check_budget(networks, budget, networks.prunable if self.oversize(networks) > 1 else None)
         return width_limits(networks, largest_factor(networks, budget))
 
     def oversize(self, networks: Networks) -> float:

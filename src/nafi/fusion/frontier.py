@@ -148,7 +148,7 @@ def _within_budgets(
 def _points(result: FusionResult) -> Iterator[Point]:
     for entry in result.diagnostics["scores"]:
         size, whole = entry["size"], entry.get("keep")
-        stated = entry.get("budget", "")
+        stated = entry.get("budget", result.diagnostics["options"].get("budget"))
         label = f"{whole} kept" if whole is not None else str(stated)
         method = WHOLE if whole is not None else str(result.diagnostics["method"])
         sizes = size["params_of_client"], size["flops_of_client"]

@@ -58,6 +58,13 @@ class Method(Options, ABC):
     lists: ClassVar[tuple[str, ...]] = ()
     uses: ClassVar[frozenset[str]] = frozenset()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.lists:
+            value = getattr(self, name)
+            if is_listed(value) and len(value) == 1:  # nothing to choose from
+                object.__setattr__(self, name, value[0])
+
     @abstractmethod
     def prepare(self, clients: Clients, example_inputs: Inputs, spec: ModelSpec | None) -> Any:
         """Check the clients and do what all variants of the method have in common."""

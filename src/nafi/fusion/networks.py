@@ -310,15 +310,12 @@ def prepare_networks(
 ) -> Networks:
     """Find the groups, fit them to every client and fold batch normalisation."""
     first = clients.models[0]
-    known = groups(first, example_inputs) if spec is None else spec
-    if known.example_inputs is None:
-        known = replace(known, example_inputs=check_inputs(example_inputs))
+    fitted = _specs_of_clients(clients, example_inputs, spec)
     way = Normalisation(batchnorm)
-    fitted = _fitted_specs(clients, known)
     template, _ = _folded(first, fitted[0], way)
     unchanged = template is first
     learnt = frozenset(name for name, _ in template.named_parameters(remove_duplicate=False))
-    networks = partial(Networks, clients, architecture=known, batchnorm=way, learnt=learnt)
+    networks = partial(Networks, clients, architecture=fitted[0], batchnorm=way, learnt=learnt)
     if not clients.stored:
         kept = template
         folded = [_folded(m, own, way) for m, own in zip(clients.models, fitted, strict=True)]
@@ -391,6 +388,36 @@ def check_clip(screen: Screen, batchnorm: str) -> None:
         raise InputError(
             "clip: lengths of neurons mean nothing before normalisation; use batchnorm='attach'"
         )
+
+
+def _specs_of_clients(
+    clients: Clients, example_inputs: Inputs, spec: ModelSpec | None
+) -> tuple[ModelSpec, ...]:
+    """The groups of every client; spec: those of the first one, if they are known.
+
+    A layer with one neuron is in no group. If the first client has such a layer where others have
+    more neurons, the groups are those of the largest client.
+    """
+
+    def fitted(known: ModelSpec) -> tuple[ModelSpec, ...]:
+        if known.example_inputs is None:
+            known = replace(known, example_inputs=check_inputs(example_inputs))
+        return _fitted_specs(clients, known)
+
+    if spec is not None:
+        return fitted(spec)
+    try:
+        return fitted(groups(clients.models[0], example_inputs))
+    except SpecError:
+        sizes = [sum(t.shape.numel() for t in o.values()) for o in clients.outlines]
+        largest = sizes.index(max(sizes))
+        if largest == 0 or sizes[largest] == sizes[0]:
+            raise
+        try:
+            return fitted(groups(clients.models[largest], example_inputs))
+        except SpecError:
+            pass
+        raise
 
 
 def _fitted_specs(clients: Clients, spec: ModelSpec) -> tuple[ModelSpec, ...]:

@@ -178,7 +178,7 @@ def _within(budget: Budget, parts: Sequence[Part], prepared: Prepared) -> list[d
         classes = networks.clients.class_weights
         limit -= 4 * len(parts) * (1 + (0 if classes is None else classes.shape[1]))
     try:
-        return cut_to(limit, parts, size, networks.tied_widths)
+        return cut_to(limit, parts, size, networks.tied_widths, str(budget))
     except InputError as error:
         fixed = [name for name in networks.spec.groups if name not in parts[0].lost]
         why = f"; the width of {few(fixed)} cannot change" if fixed else ""

@@ -85,18 +85,23 @@ def allowed(networks: Networks, budget: Budget) -> tuple[Size, float]:
     return size, budget.amount * sum(of_clients) / len(of_clients)
 
 
-def check_budget(networks: Networks, budget: Budget, prunable: Collection[str]) -> None:
-    """Refuse a budget that no fused network fits; prunable: groups that may lose neurons."""
+def check_budget(
+    networks: Networks, budget: Budget, prunable: Collection[str] | None = None
+) -> None:
+    """Refuse a budget that no fused network fits.
+
+    prunable: groups that may lose neurons; None where nothing is pruned
+    """
     size, limit = allowed(networks, budget)
     least = {name: max(networks.local_widths(name)) for name in networks.spec.groups}
-    least |= dict.fromkeys(prunable, 1)
+    least |= dict.fromkeys(prunable or (), 1)
     for tie in networks.tied_widths:
-        if set(tie) <= set(prunable):
+        if set(tie) <= set(prunable or ()):
             least |= {name: lcm(*tie.values()) // places for name, places in tie.items()}
     needed = size.of(networks.architecture, networks.architecture.widths | least) / limit
     if needed <= 1:
         return
-    if not prunable:
+    if prunable is None:
         raise InputError(
             f"budget: found {budget}, but a merged network is as wide as its widest client, which "
             f"is {needed:.2f} times that; with a probe and a refit it is pruned, unless bases are "
@@ -121,7 +126,7 @@ def fitted_widths(
     """
     size, limit = allowed(networks, budget)
     part = Part(networks.architecture.resized(widths), lost)
-    (kept,) = cut_to(limit, [part], size, networks.tied_widths)
+    (kept,) = cut_to(limit, [part], size, networks.tied_widths, str(budget))
     return kept
 
 

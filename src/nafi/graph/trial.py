@@ -230,6 +230,7 @@ class Trial:
         for name, tensor in named_tensors(probe).items():
             narrow = resized(tensor, name, self.spec, self.new_spec)
             tensor.copy_(resized(narrow, name, self.new_spec, self.spec))
+        fill_directions(probe)
 
     def _widened(self, probe: nn.Module) -> nn.Module:
         """The network at the new widths; tensors that do not change are those of the probe."""

@@ -70,13 +70,16 @@ def _last_of_two_rounds(record: Record) -> Record | None:
     """The last round within the epochs of two, of experiments with more than two rounds.
 
     Methods may have other rounds than their experiment: one of six epochs instead of two of three.
+    One that has trained for fewer by its end is left out.
     """
     config, chosen = record["config"], record.get("chosen") or {}
     if int(config.get("rounds") or 1) <= 2:
         return None
     usual = int(config.get("training", {}).get("epochs", 1))
-    within = list(record.get("rounds") or [])[: 2 * usual // int(chosen.get("epochs", usual))]
-    return within[-1] if within else None
+    each = int(chosen.get("epochs", usual))
+    rounds = list(record.get("rounds") or [])
+    count = 2 * usual // each if each else 0
+    return rounds[count - 1] if 0 < count <= len(rounds) else None
 
 
 @view("leads")
