@@ -221,3 +221,23 @@ def test_a_method_whose_package_is_missing_is_refused_before_any_round(
 def test_what_needs_a_probe_is_refused_before_clients_train(name: str) -> None:
     with pytest.raises(InputError, match="bases: 'learned' needs a probe"):
         made(name, bases="learned")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "advice"),
+    [
+        ("budget", "1.5 params", "give max_width"),
+        ("budget", 2.0, "give max_width"),
+        ("budget", "300 kB", "give max_width"),
+        ("tree", 2, "keep= bounds their number"),
+        ("ray", "local", "leave it out"),
+    ],
+)
+def test_what_only_a_match_of_all_groups_at_once_can_do_is_refused_layer_by_layer(
+    option: str, value: Any, advice: str
+) -> None:
+    """It changed nothing before, without a word."""
+    with pytest.raises(InputError, match=f"{option}: found .* layerwise does not use .*{advice}"):
+        made("layerwise", **{option: value})
+    with pytest.raises(InputError, match=f"{option}: found"):
+        made("layerwise", method=Nafi(**{option: value}))
