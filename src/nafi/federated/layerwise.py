@@ -150,8 +150,7 @@ class Layerwise(Strategy[LayerwiseState]):
             found = getattr(self.method, name)
             if found is not None:
                 raise InputError(f"{name}: found {found!r}, but layerwise does not use it: {why}")
-        self.method.check_one_variant()
-        self.method.check_uses()  # what needs a probe has none in rounds
+        self.method.check_in_rounds()
         check_max_width(self.method.max_width, self.architecture.spec)
         if self.moments and not self.freeze:
             raise InputError("moments: they need settled layers that stay as they are: freeze=True")
