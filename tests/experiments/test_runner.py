@@ -671,6 +671,14 @@ IN_ROUNDS = "rounds = 2\n" + METHOD
             "n: penalty: a list",
         ),
         (IN_ROUNDS + 'method = "layerwise"\noptions = { method = "ot" }', "n: method: found 'ot'"),
+        (
+            IN_ROUNDS + 'method = "match-refit"\noptions = { refit = false }',
+            "n: refit: found False",
+        ),
+        (
+            METHOD + 'method = "nafi"\noptions = { probe = "own", match_by = "weights" }',
+            "n: match_by: found 'weights', which is about a probe",
+        ),
         ("hidden = []\n" + METHOD + 'method = "nafi"', "my.toml: hidden: "),
         ("hidden = [-1]\n" + METHOD + 'method = "nafi"', "my.toml: hidden.0: "),
         (METHOD.replace("[2]", "[2, 0]") + 'method = "nafi"', "my.toml: clients.1: "),

@@ -221,3 +221,57 @@ def test_a_method_whose_package_is_missing_is_refused_before_any_round(
 def test_what_needs_a_probe_is_refused_before_clients_train(name: str) -> None:
     with pytest.raises(InputError, match="bases: 'learned' needs a probe"):
         made(name, bases="learned")
+
+
+@pytest.mark.parametrize(
+    "name", ["layerwise", "match-then-average", "match-refit", "ot", "rebasin"]
+)
+def test_what_is_only_done_with_a_probe_is_refused(name: str) -> None:
+    """Rounds have none, and it changed nothing."""
+    options: dict[str, Any] = {"refit": False, "weigh_inputs": False}
+    if name not in ("ot", "rebasin"):
+        options |= {"match_by": "weights", "prune_from": 1.0}
+    for option, value in options.items():
+        with pytest.raises(InputError, match=f"{option}: found {value!r}, .* leave it out"):
+            made(name, **{option: value})
+
+
+@pytest.mark.parametrize("name", ["match-then-average", "match-refit"])
+def test_a_budget_below_one_client_is_refused_before_clients_train(name: str) -> None:
+    """One that a client just fits is kept; nothing is pruned in rounds."""
+    own = 4 * sum(p.numel() for p in small().factory().parameters())
+    for budget in ("0.5 params", "0.5 flops", f"{own / 2} B", 0.5):
+        with pytest.raises(InputError, match=r"budget: .* which is 2\.00 times that; allow more"):
+            made(name, budget=budget)
+    for budget in ("1.0 params", "1.0 flops", f"{own} B", 1):
+        assert made(name, budget=budget).method.budget == budget
+
+
+@pytest.mark.parametrize("name", ["match-then-average", "match-refit"])
+def test_a_list_is_refused_where_no_score_can_choose_and_one_value_is_no_list(name: str) -> None:
+    for option, values in (("budget", ["1.5 params", "2 params"]), ("penalty", [0.1, 0.2])):
+        with pytest.raises(InputError, match=f"{option}: a list .* rounds .*; give one value"):
+            made(name, **{option: values})
+        assert made(name, **{option: values[:1]}).settings() == (
+            made(name, **{option: values[0]}).settings()
+        )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "advice"),
+    [
+        ("budget", "1.5 params", "give max_width"),
+        ("budget", 2.0, "give max_width"),
+        ("budget", "300 kB", "give max_width"),
+        ("tree", 2, "keep= bounds their number"),
+        ("ray", "local", "leave it out"),
+    ],
+)
+def test_what_only_a_match_of_all_groups_at_once_can_do_is_refused_layer_by_layer(
+    option: str, value: Any, advice: str
+) -> None:
+    """It changed nothing before, without a word."""
+    with pytest.raises(InputError, match=f"{option}: found .* layerwise does not use .*{advice}"):
+        made("layerwise", **{option: value})
+    with pytest.raises(InputError, match=f"{option}: found"):
+        made("layerwise", method=Nafi(**{option: value}))

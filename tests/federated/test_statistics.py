@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from nafi.federated import (
     simulate,
 )
 from nafi.federated.architecture import load_tensors
+from nafi.federated.checkpoint import read_state, write_state
 from nafi.federated.refit import RefitState
 from nafi.federated.statistics import expected_sums, read_head, read_layer, sums_of
 from nafi.fusion import (
@@ -49,6 +51,8 @@ from nafi.fusion import (
 from nafi.fusion.statistics import are_sums
 from nafi.graph import named_tensors, permute, random_permutations
 from tests.federated.networks import CLASSES, FEATURES, normed, pictures, population, small
+from tests.fusion.test_rotation import gap, original, turned_copy
+from tests.graph.zoo import named
 
 pytestmark = pytest.mark.filterwarnings("ignore::nafi.fusion.FusionWarning")
 CLIENTS = list(population())
@@ -471,19 +475,27 @@ def test_moments_need_frozen_layers_and_no_trimming() -> None:
 # ---------------------------------------------------------------------------------- match-refit
 
 
-def refit_state(strategy: Strategy, models: list[nn.Module], data: dict[str, Samples]) -> Any:
-    """After all messages of the first round, of clients with these models."""
-    work = Trainer(strategy.architecture, data, CLASSES)
-    state = strategy.start()
+def matched_state(strategy: Strategy, models: list[nn.Module], data: dict[str, Samples]) -> Any:
+    """After the first message, in which clients with these models send them."""
     names = strategy.architecture.spec.axes
     updates: Iterable[Update] = [
         Update(client, 0, {n: named_tensors(model)[n].detach() for n in names}, len(data[client]))
         for client, model in zip(data, models, strict=True)
     ]
-    state = strategy.advance(state, updates)
+    return strategy.advance(strategy.start(), updates)
+
+
+def layers_refitted(strategy: Strategy, state: Any, data: dict[str, Samples]) -> Any:
+    """After all messages that are left of a round."""
+    work = Trainer(strategy.architecture, data, CLASSES)
     while state.awaiting:
         state = strategy.advance(state, [work(c, strategy.next_task(state, c))[0] for c in data])
     return state
+
+
+def refit_state(strategy: Strategy, models: list[nn.Module], data: dict[str, Samples]) -> Any:
+    """After all messages of the first round, of clients with these models."""
+    return layers_refitted(strategy, matched_state(strategy, models, data), data)
 
 
 @pytest.mark.parametrize("pool", ["all", "owners"])
@@ -505,6 +517,67 @@ def test_permuted_copies_are_refitted_to_themselves(kind: str, pool: str) -> Non
     with torch.no_grad():
         expected, found = model(x), strategy.global_model(state)(x)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def network(model: nn.Module, examples: tuple[Tensor, ...]) -> Architecture:
+    return Architecture(lambda: deepcopy(model), examples)
+
+
+def drawn_apart(name: str, clients: int = 3) -> tuple[list[nn.Module], Any]:
+    """Networks of the zoo with weights of their own, and example inputs."""
+    models = []
+    for seed in range(clients):
+        torch.manual_seed(seed)
+        models.append(named(name).build().eval())
+    return models, original(name)[1]
+
+
+def sequences(examples: tuple[Tensor, ...], clients: int = 3) -> dict[str, Samples]:
+    """Clients with noise like these examples."""
+    shape = (20, *examples[0].shape[1:])
+    labels = torch.zeros(20, dtype=torch.int64)
+    return {str(s): Samples(torch.randn(shape, generator=drawn(s)), labels) for s in range(clients)}
+
+
+@pytest.mark.parametrize("pool", ["all", "owners"])
+@pytest.mark.parametrize("name", ["encoder_pre_norm", "self_attention"])
+def test_copies_in_other_bases_are_refitted_to_themselves(name: str, pool: str) -> None:
+    """What layers are to write means the same for all once every client's own bases are turned."""
+    model, examples = original(name)
+    data = sequences(examples)
+    copies = [turned_copy(model, examples, seed) for seed in range(len(data))]
+    strategy = made("match-refit", network(model, examples), pool=pool, max_width=1.0)
+    found = strategy.global_model(refit_state(strategy, copies, data))
+    assert gap(model, found, (data["0"].inputs,)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["encoder_pre_norm", "einsum"])
+def test_a_client_s_own_network_stays_its_function_while_layers_are_refitted(name: str) -> None:
+    """Where its neurons went and in bases that were turned; in einsum, heads are kept apart."""
+    models, examples = drawn_apart(name)
+    data = sequences(examples)
+    strategy = made("match-refit", network(models[0], examples), penalty=0.0, evidence=1e9)
+    state = matched_state(strategy, models, data)
+    widths = strategy.architecture.spec.widths
+    assert set(state.members["0"].places) == set(widths)
+    if name == "einsum":
+        assert state.form.widths["q"] == 3 * widths["q"]
+    for own, member in zip(models, state.members.values(), strict=True):
+        kept = strategy.architecture.filled(state.form, member.tensors).eval()
+        assert gap(own, kept, examples) < 1e-5
+
+
+def test_a_state_with_turned_bases_goes_on_from_a_file(tmp_path: Path) -> None:
+    models, examples = drawn_apart("self_attention")
+    data = sequences(examples)
+    strategy = made("match-refit", network(models[0], examples), max_width=1.0)
+    state = matched_state(strategy, models, data)
+    write_state(tmp_path / "run.safetensors", state, [])
+    again, _, _ = read_state(tmp_path / "run.safetensors", RefitState)
+    strategy.check_state(again)
+    one, two = (layers_refitted(strategy, each, data).tensors for each in (state, again))
+    assert set(one) == set(two)
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def _disturb(model: nn.Module) -> None:

@@ -324,9 +324,11 @@ def test_match_then_average_matches_once_and_then_keeps_its_widths() -> None:
     assert run.records[1]["bytes_down"] == 3 * size_of(run.state.tensors)
 
 
-def test_a_late_client_joins_the_global_model() -> None:
+@pytest.mark.parametrize("limit", [{"max_width": 1.0}, {"budget": "1.0 params"}])
+@pytest.mark.parametrize("name", ["match-then-average", "match-refit"])
+def test_a_late_client_joins_the_global_model(name: str, limit: dict[str, Any]) -> None:
     """One with the same neurons in another order: they find their places, the function stays."""
-    strategy = made("match-then-average", max_width=1.0)
+    strategy = made(name, **limit)
     assert isinstance(strategy, FusionRounds)
     run = simulate(strategy, ["0", "1", "2"], trainer(strategy))
     orders = {"one": torch.tensor([3, 0, 4, 2, 1]), "two": torch.tensor([2, 3, 1, 0])}

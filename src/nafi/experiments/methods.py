@@ -98,7 +98,7 @@ def _check_strategy(name: str, options: Options) -> None:
     method = make_method(left.pop("method", known[0]), **left)
     if not isinstance(method, kind.method_kind):
         raise InputError(f"method: found {method.name!r}, expected one of {', '.join(known)}")
-    method.check_one_variant()
+    method.check_in_rounds()
 
 
 def option_names(method: str, in_rounds: bool) -> list[str]:

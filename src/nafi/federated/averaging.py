@@ -36,12 +36,14 @@ from nafi.federated.strategy import (
 from nafi.fusion import (
     CHANGES_AGREE,
     AligningMethod,
+    Bayesian,
     Method,
     Nafi,
     Rebasin,
     Screen,
     Transport,
     as_real,
+    check_budget_in_rounds,
     check_class_axis,
     check_max_width,
     fuse,
@@ -136,9 +138,14 @@ class FusionRounds(Strategy[State]):
         late = self.architecture.filled(self.architecture.form, update.tensors)
         first = self.fused_by(0)
         method = first if isinstance(first, Nafi) else Nafi(**_batchnorm_of(first))
-        # Two models have no usual.
+        # The global model says how wide; two models have no usual.
         alike = replace(
-            method, seed=self.seed, max_width=dict(state.form.widths), clip=None, trim=0.0
+            method,
+            seed=self.seed,
+            max_width=dict(state.form.widths),
+            budget=None,
+            clip=None,
+            trim=0.0,
         )
         result = fuse(
             [self.model(state), late],
@@ -223,9 +230,11 @@ class MatchedRounds(FusionRounds):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(["attach", "average"]).check(self.method.batchnorm, "batchnorm")
-        self.method.check_one_variant()
-        self.method.check_uses()  # what needs a probe has none in rounds
+        self.method.check_in_rounds()
         check_max_width(getattr(self.method, "max_width", None), self.architecture.spec)
+        if isinstance(self.method, Bayesian) and self.method.budget is not None:
+            model, spec = self.architecture.network(self.architecture.form)
+            check_budget_in_rounds(self.method.budget, model.eval(), spec)
 
     def fused_by(self, round: int) -> Method | None:
         return self.method

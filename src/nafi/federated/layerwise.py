@@ -67,6 +67,16 @@ Places = Sequence[Placements]
 # Weight -> what every client summed of what its layer reads.
 Moments = Mapping[str, Sequence[LayerStatistics]]
 
+# Options of methods that would change nothing here, each with the reason and what to do.
+_UNUSED = {
+    "budget": (
+        "a layer's width is settled before it is known what the layers above will cost; give "
+        "max_width"
+    ),
+    "tree": "all clients that are remembered are matched at once; keep= bounds their number",
+    "ray": "clients are not matched in groups that could be worked on side by side; leave it out",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Member:
@@ -114,7 +124,7 @@ class Layerwise(Strategy[LayerwiseState]):
     method: how groups are matched; with pfnm the strategy is FedMA. A layer's normalisation is
         folded into it, with each client's own statistics, when the layer is matched; its
         batchnorm="attach" gives the final model an identity in its place to train on, "fold"
-        leaves it folded
+        leaves it folded. How wide groups may be is said by max_width, not by a budget
 
     The server keeps one set of weights for every client, on disk.
     """
@@ -136,8 +146,11 @@ class Layerwise(Strategy[LayerwiseState]):
         super().__post_init__()
         one_of(["attach", "fold"]).check(self.method.batchnorm, "batchnorm")
         one_of(["bottom-up"]).check(self.method.direction, "direction")
-        self.method.check_one_variant()
-        self.method.check_uses()  # what needs a probe has none in rounds
+        for name, why in _UNUSED.items():
+            found = getattr(self.method, name)
+            if found is not None:
+                raise InputError(f"{name}: found {found!r}, but layerwise does not use it: {why}")
+        self.method.check_in_rounds()
         check_max_width(self.method.max_width, self.architecture.spec)
         if self.moments and not self.freeze:
             raise InputError("moments: they need settled layers that stay as they are: freeze=True")

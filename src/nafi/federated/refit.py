@@ -43,7 +43,15 @@ from nafi.fusion import (
     recurrent_weights,
     refittable,
 )
-from nafi.graph import ModelSpec, OutputMoments, Positions, attach_batchnorm, in_order
+from nafi.graph import (
+    ModelSpec,
+    OutputMoments,
+    Placements,
+    Positions,
+    attach_batchnorm,
+    in_order,
+    owned,
+)
 from nafi.options import number, one_of, option, optional
 
 _LAYER = "layer "
@@ -57,8 +65,9 @@ _TO_TRAIN_ON = 0.3
 class Matched:
     """A client's network while layers are refitted.
 
-    tensors: its own, normalisation folded, where its neurons went in the fused network
-    places: group -> where each of its neurons went
+    tensors: its own, normalisation folded, where its neurons went in the fused network; bases that
+        were turned are turned
+    places: group -> where each of its neurons went; of a basis that was turned, all places
     """
 
     tensors: Tensors
@@ -251,12 +260,12 @@ class MatchRefit(MatchThenAverage):
         parts = list(sent.values())
         if self.method.screen.clip is not None:
             parts = bounded_sums(parts, self.method.screen.clip**2)
-        owned = torch.stack([self._owned(state, client, layer) for client in sent])
+        known = torch.stack([self._owned(state, client, layer) for client in sent])
         model, spec = self._network(state)
         with_bias = spec.tensors[layer].bias is not None
         change, shifts = pooled_fit(
             parts,
-            torch.ones_like(owned) if self.pool == "all" else owned,
+            torch.ones_like(known) if self.pool == "all" else known,
             ridge=self._ridge(errors),
             with_bias=with_bias,
         )
@@ -305,8 +314,9 @@ def _moments(state: RefitState, spec: ModelSpec) -> OutputMoments | None:
     return {norm: tuple(state.outputs[layer].float()) for norm, layer in layers.items()}
 
 
-def _matched(networks: Networks, index: int, places: Mapping[str, object]) -> Matched:
+def _matched(networks: Networks, index: int, places: Placements) -> Matched:
+    """A client's network where its neurons went, in the bases that all have in common."""
     spec, tensors = networks.specs[index], networks.states[index]
-    known = {name: at for name, at in places.items() if isinstance(at, Positions)}
-    own = {name: in_order(tensors[name], name, spec, known) for name in spec.axes}
-    return Matched(on_disk(own), {name: at.index for name, at in known.items()})
+    own = {name: in_order(tensors[name], name, spec, places) for name in spec.axes}
+    known = {name: at.index for name, at in owned(places).items() if isinstance(at, Positions)}
+    return Matched(on_disk(own), known)

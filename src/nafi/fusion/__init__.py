@@ -53,7 +53,7 @@ from nafi.fusion.statistics import (
 )
 from nafi.fusion.stored import FileTensors, StoredModels
 from nafi.fusion.transport import Transport, align_to_one
-from nafi.fusion.widths import check_max_width, width_limits
+from nafi.fusion.widths import check_budget_in_rounds, check_max_width, width_limits
 from nafi.graph import calibrate
 
 __all__ = [
@@ -104,6 +104,7 @@ __all__ = [
     "as_real",
     "bounded_sums",
     "calibrate",
+    "check_budget_in_rounds",
     "check_class_axis",
     "check_clients",
     "check_max_width",

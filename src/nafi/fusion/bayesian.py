@@ -100,6 +100,7 @@ class Bayesian(MatchingOptions, AligningMethod):
         {"class_counts", "sample_counts", "input_moments", "probe"}
     )
 
+    of_probe: ClassVar[tuple[str, ...]] = (*AligningMethod.of_probe, "match_by", "prune_from")
     streams: ClassVar[bool] = True
     lists: ClassVar[tuple[str, ...]] = ("budget",)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -38,6 +38,10 @@ from nafi.graph import (
 from nafi.matching import Index, Matching
 from nafi.options import SWITCH, Options, is_listed, one_of, option
 
+_SCORE = (
+    "validate=, a function of the fused model whose result is the higher the better (the accuracy "
+    "on data held out by the clients, for example)"
+)
 # Called before each step with what comes next, how many steps are done, and how many there are.
 Progress = Callable[[str, int, int], None]
 
@@ -48,12 +52,14 @@ class Method(Options, ABC):
 
     name: what users call it
     lists: its options that may list several values, to choose from by a score
+    of_probe: its options that say nothing but what to do with a probe
     uses: which of class_counts, sample_counts and input_moments it takes into account; whatever
         else is given of the clients' data is refused
     streams: whether it can work on models that are read from files one at a time
     """
 
     name: ClassVar[str]
+    of_probe: ClassVar[tuple[str, ...]] = ()
     streams: ClassVar[bool] = False
     lists: ClassVar[tuple[str, ...]] = ()
     uses: ClassVar[frozenset[str]] = frozenset()
@@ -99,15 +105,25 @@ class Method(Options, ABC):
     def check_available(self) -> None:
         """Refuse a method whose packages are not installed."""
 
-    def check_one_variant(self) -> None:
+    def check_one_variant(self, advice: str = _SCORE) -> None:
         """Refuse a list of values where there is no score to choose by."""
         first, *others = self.variants()
         if others:
             names = ", ".join(first.differences(self))
-            raise InputError(
-                f"{names}: a list needs validate=, a function of the fused model whose result is "
-                "the higher the better (the accuracy on data held out by the clients, for example)"
-            )
+            raise InputError(f"{names}: a list needs {advice}")
+
+    def check_in_rounds(self) -> None:
+        """Refuse what needs a score or a probe, and what only changes what is done with a probe."""
+        self.check_one_variant("a score to choose by, which rounds do not have; give one value")
+        self.check_uses()
+        usual = {field.name: field.default for field in fields(self)}
+        for name in self.of_probe:
+            found = getattr(self, name)
+            if found != usual[name]:
+                raise InputError(
+                    f"{name}: found {found!r}, which is about a probe, and rounds have none; leave "
+                    "it out"
+                )
 
     def check_stored(self, clients: Clients) -> None:
         """Refuse models that stay in files, for a method that needs all of them at once."""
@@ -166,6 +182,7 @@ class AligningMethod(Method):
         normalisation remembers its like, if they have any: for clients whose inputs differ in kind
     """
 
+    of_probe: ClassVar[tuple[str, ...]] = ("refit", "weigh_inputs")
     uses: ClassVar[frozenset[str]] = frozenset({"probe"})
 
     batchnorm: str = option(one_of([way.value for way in Normalisation]), "attach")

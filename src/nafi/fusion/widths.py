@@ -10,9 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from math import lcm
 from numbers import Integral, Real
 
+from torch import nn
+
 from nafi.errors import InputError, few
 from nafi.fusion.allocation import Part, cut_to
-from nafi.fusion.budget import Budget, Size, size_in
+from nafi.fusion.budget import Budget, Size, read_budget, size_in
 from nafi.fusion.networks import Networks
 from nafi.graph import ModelSpec, tied_limits
 from nafi.options import Constraint
@@ -159,6 +161,22 @@ def check_max_width(max_width: MaxWidth, spec: ModelSpec) -> None:
     for name in max_width if isinstance(max_width, Mapping) else narrowest:
         limit = max_width[name] if isinstance(max_width, Mapping) else max_width
         _limit(limit, name, [spec.group(name).width])
+
+
+def check_budget_in_rounds(stated: object, model: nn.Module, spec: ModelSpec) -> None:
+    """Refuse before any work a budget below one client, which a fusion without a probe cannot keep.
+
+    model: a client's network, in eval mode; spec: its groups, with example inputs
+    """
+    budget = read_budget(stated)
+    own = size_in(budget.unit, model, spec).of(spec, spec.widths)
+    needed = own / budget.amount if budget.unit == "bytes" else 1 / budget.amount
+    if needed > 1:
+        raise InputError(
+            f"budget: found {budget}, but in rounds a fused network is at least as wide as one "
+            f"client, which is {needed:.2f} times that; allow more, or give clients a narrower "
+            "network"
+        )
 
 
 def _limit(stated: int | float | None, name: str, local: list[int]) -> int:
