@@ -63,6 +63,12 @@ def test_the_result_itself_and_its_normalisation_are_left_alone() -> None:
     assert again.diagnostics["distilled"]["steps"] == 20
 
 
+def test_outputs_that_are_no_numbers_to_train_by_are_refused() -> None:
+    merged = nafi.fuse(clients(), INPUTS, probe=PROBE)
+    with pytest.raises(InputError, match="probe: outputs on it are NaN, or too large"):
+        nafi.distill(merged, clients(), 1e20 * PROBE, steps=2)
+
+
 def test_bad_calls_are_refused() -> None:
     merged = nafi.fuse(clients(), INPUTS, probe=PROBE)
     with pytest.raises(InputError, match="steps: found 0, expected a number above 0"):

@@ -123,11 +123,12 @@ NAN = torch.where(torch.arange(6) == 2, torch.nan, X)
         (list(TensorDataset(X, Y)), r"found shape \(6,\).*Wrap it in a DataLoader"),
         ((X * 255).byte(), "found torch.uint8, expected torch.float32.*as in training"),
         (NAN, "found NaN"),
+        (torch.where(torch.arange(6) == 2, torch.inf, X), "found infinite values"),
+        (torch.where(torch.arange(6) == 2, -torch.inf, X), "found infinite values"),
         (torch.ones(20, 6), "all the same"),
         (X[:1].expand(20, 6), "all the same"),
         (torch.zeros(1, 6), "all the same"),
         ({"x": X}, "found x, expected inputs by the names input"),
-        (X * 1e38 * 1e3, "returns NaN"),
     ],
 )
 def test_what_cannot_be_a_probe(probe: Any, told: str) -> None:
@@ -148,6 +149,41 @@ def test_what_cannot_be_a_probe(probe: Any, told: str) -> None:
 def test_what_cannot_be_a_probe_of_several_inputs(probe: Any, told: str) -> None:
     with pytest.raises(InputError, match=f"probe: .*{told}"):
         read_probe(probe, Pair(), PAIR)
+
+
+TOO_LARGE = 1e38 + 1e37 * X  # six of them are more than a float32 holds
+
+
+def test_inputs_that_are_too_large_are_refused() -> None:
+    with pytest.raises(InputError, match="returns NaN or infinite values"):
+        read_probe(TOO_LARGE, adding(nn.Linear(6, 3)), EXAMPLE)
+
+
+def test_inputs_that_a_later_layer_bounds_are_still_refused() -> None:
+    """After tanh all numbers are finite, and the weights alone would be NaN."""
+    one = X.clone()
+    one[3, 0] = torch.inf
+    bound = [adding(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2)]
+    with pytest.raises(InputError, match="probe: found infinite values"):
+        nafi.fuse(bound, EXAMPLE, probe=one)
+    with pytest.raises(InputError, match=r"probe: 0\.weight gives NaN or infinite values"):
+        nafi.fuse(bound, EXAMPLE, probe=TOO_LARGE)
+
+
+def adding(first: nn.Linear, *others: nn.Module) -> nn.Module:
+    """A network whose first layer adds its inputs up."""
+    nn.init.ones_(first.weight)
+    return nn.Sequential(first, *others)
+
+
+def test_masks_and_masked_choices_may_be_minus_infinity() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x + mask
+
+    mask = torch.where(torch.arange(6) < torch.arange(1, 21)[:, None] % 6 + 1, 0.0, -torch.inf)
+    _, found = read_probe((X, mask), Masked(), (torch.zeros(2, 6), torch.zeros(2, 6)))
+    assert found.equal(mask)
 
 
 def test_few_inputs_are_warned_of() -> None:

@@ -7,6 +7,7 @@ kept, so that on those inputs the result is never further from the ensemble than
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ def imitate(
         raise InputError("probe: found one input, expected some dozens")
     training = _Training(network, inputs, _targets(clients, inputs, by_input), held)
     before = training.best
+    if not isfinite(before):
+        raise InputError(
+            "probe: outputs on it are NaN, or too large to be trained towards; are the inputs "
+            "prepared as in training?"
+        )
     generator = torch.Generator().manual_seed(seed)
     learnt = [p for p in network.parameters() if p.is_floating_point()]
     optimiser = torch.optim.Adam([p.requires_grad_(True) for p in learnt], lr=rate)

@@ -218,9 +218,17 @@ def _like(leaf: Any, example: Any) -> Any:
             f"probe: found {leaf.dtype}, expected {example.dtype} as the example inputs have it; "
             "prepare the inputs as in training, pixels scaled in the same way"
         )
+    _check_numbers(leaf)
+    return leaf.detach().to(example.device, example.dtype)
+
+
+def _check_numbers(leaf: Tensor) -> None:
+    """Refuse what no layer can be fitted to, even where later ones bound it, as tanh does."""
     if bool(torch.isnan(leaf).any()):
         raise InputError("probe: found NaN among the inputs; leave those inputs out")
-    return leaf.detach().to(example.device, example.dtype)
+    # Masks that are added to the scores of attention are minus infinity, and nowhere above zero.
+    if bool(torch.isinf(leaf).any()) and bool((leaf > 0).any()):
+        raise InputError("probe: found infinite values among the inputs; leave those inputs out")
 
 
 def _check_shape(leaf: Tensor, example: Tensor) -> None:
@@ -276,7 +284,9 @@ def _check_runs(model: nn.Module, inputs: Inputs) -> None:
             f"{first_line(error)}"
         ) from None
     for output in _tensors(outputs):
-        if output.is_floating_point() and bool(torch.isnan(output).any()):
+        # Minus infinity is what choices get that are masked.
+        if output.is_floating_point() and not bool((output < math.inf).all()):
             raise InputError(
-                "probe: the network returns NaN on these inputs; are they prepared as in training?"
+                "probe: the network returns NaN or infinite values on these inputs; are they "
+                "prepared as in training?"
             )

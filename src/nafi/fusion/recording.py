@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from nafi.errors import InputError
 from nafi.graph import (
     Axis,
     Convolution,
@@ -71,6 +72,11 @@ class Recording:
         self.uses[product.name] += 1
         self.places[use] = product.places
         written = _written(product, spec)
+        if written is not None and not bool(torch.isfinite(written.values).all()):
+            raise InputError(
+                f"probe: {product.name} gives NaN or infinite values on these inputs; are they "
+                "prepared as in training?"
+            )
         if written is None:
             self.kept[product.name] = "its outputs are not one to one with its neurons"
         else:
