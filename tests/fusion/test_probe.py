@@ -76,6 +76,24 @@ def test_networks_of_several_inputs(probe: Any) -> None:
     assert mask.equal(MASK)
 
 
+@pytest.mark.parametrize(
+    "probe",
+    [
+        (TOKENS, MASK),
+        [((TOKENS, MASK), torch.zeros(12))],
+        [({"mask": MASK, "tokens": TOKENS}, torch.zeros(12))],
+    ],
+)
+def test_tuples_go_to_arguments_in_the_order_of_forward(probe: Any) -> None:
+    """Whatever the order in which example inputs name them."""
+    for example in ({"tokens": PAIR[0], "mask": PAIR[1]}, {"mask": PAIR[1], "tokens": PAIR[0]}):
+        found = read_probe(probe, Pair(), example)
+        assert isinstance(found, dict)
+        assert list(found) == list(example)
+        assert found["tokens"].equal(TOKENS)
+        assert found["mask"].equal(MASK)
+
+
 def test_what_is_no_batch_is_kept_as_it_is() -> None:
     """A mask for all inputs and a number are not joined with those of the next batch."""
 

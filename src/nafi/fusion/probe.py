@@ -35,8 +35,9 @@ def read_probe(
 ) -> Inputs:
     """The first inputs of a probe as one batch: arguments as the example inputs have them.
 
-    probe: a tensor; a tuple, which is one batch of arguments or of inputs and labels; a dict of
-        arguments by name; or any other iterable of such batches, as a list or a DataLoader
+    probe: a tensor; a tuple, which is one batch of arguments in the order in which forward takes
+        them, or of inputs and labels; a dict of arguments by name; or any other iterable of such
+        batches, as a list or a DataLoader
 
     What comes beyond the network's arguments, as labels do, is left out. "noise" stands for inputs
     that are made up; see `noise_inputs`.
@@ -149,23 +150,28 @@ def _batches(probe: object) -> Iterator[Any]:
 
 def _arguments(batch: Any, model: nn.Module, example_inputs: Inputs) -> Inputs:
     """The arguments of forward in a batch."""
-    if isinstance(example_inputs, Mapping):
-        names = list(example_inputs)
-        named = isinstance(batch, Mapping)
-        examples = list(example_inputs.values())
-        values = _pick(batch, names) if named else _positional(batch, model, examples)
-        return dict(zip(names, values, strict=True))
-    return _positional(batch, model, example_inputs)
+    names = _parameters(model)
+    if not isinstance(example_inputs, Mapping):
+        return _values(batch, names[: len(example_inputs)], example_inputs)
+    if isinstance(batch, Mapping):
+        return dict(zip(example_inputs, _pick(batch, list(example_inputs)), strict=True))
+    # The order of a mapping says nothing: what stands first is what forward takes first.
+    taken = [name for name in names if name in example_inputs]
+    names = taken + [name for name in example_inputs if name not in taken]
+    values = _values(batch, names, [example_inputs[name] for name in names])
+    bound = dict(zip(names, values, strict=True))
+    return {name: bound[name] for name in example_inputs}
 
 
-def _positional(batch: Any, model: nn.Module, example_inputs: Sequence[Any]) -> tuple[Any, ...]:
-    first, wanted = example_inputs[0], len(example_inputs)
+def _values(batch: Any, names: Sequence[str], examples: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of these names, in their order."""
+    first, wanted = examples[0], len(examples)
     if isinstance(batch, Mapping) and not isinstance(first, Mapping):
-        return _by_name(batch, model, wanted)
+        return _pick(batch, names)
     if not isinstance(batch, list | tuple):
         batch = (batch,)
     if batch and isinstance(batch[0], list | tuple | Mapping) and type(batch[0]) is not type(first):
-        return _positional(batch[0], model, example_inputs)  # (inputs, labels), several inputs
+        return _values(batch[0], names, examples)  # (inputs, labels), several inputs
     if len(batch) < wanted:
         raise InputError(
             f"probe: found batches of {len(batch)}, expected the network's {wanted} arguments; "
@@ -175,13 +181,13 @@ def _positional(batch: Any, model: nn.Module, example_inputs: Sequence[Any]) -> 
     return tuple(batch[:wanted])
 
 
-def _by_name(batch: Mapping[Any, Any], model: nn.Module, wanted: int) -> tuple[Any, ...]:
-    names = [
+def _parameters(model: nn.Module) -> list[str]:
+    """The names of what forward takes by position, in order."""
+    return [
         name
         for name, parameter in inspect.signature(model.forward).parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ][:wanted]
-    return _pick(batch, names)
+    ]
 
 
 def _pick(batch: Mapping[Any, Any], names: Sequence[str]) -> tuple[Any, ...]:
