@@ -166,6 +166,14 @@ def test_sizes_are_those_of_the_rebuilt_network() -> None:
     assert expected["bytes"] == size_in("bytes", model, spec).of(spec, widths)
 
 
+def test_tied_weights_are_counted_once() -> None:
+    model = nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 5), nn.Linear(5, 11, bias=False))
+    model[2].weight = model[0].weight
+    found = measured_size(model, [model], (torch.arange(6).reshape(2, 3),))
+    assert found["params"] == 11 * 5 + 5 * 5 + 5
+    assert found["bytes"] == 4 * found["params"]
+
+
 def test_multiplications_are_counted_for_one_input() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(36, 5))
     assert multiplications(model, IMAGES) == {"0.weight": 9.0, "2.weight": 1.0}

@@ -127,10 +127,12 @@ def measured_size(
     """
     own, others = _counts(model, inputs), _counts_of_all(clients, inputs)
     params, flops = (sum(each[k] for each in others) / len(others) for k in range(2))
+    # A tensor of several names, as a tied embedding, is stored once.
+    stored = {id(tensor): tensor for tensor in named_tensors(model).values()}
     return {
         "params": own[0],
         "flops": own[1],
-        "bytes": float(sum(t.numel() * t.element_size() for t in named_tensors(model).values())),
+        "bytes": float(sum(t.numel() * t.element_size() for t in stored.values())),
         "params_of_client": own[0] / max(params, 1),
         "flops_of_client": own[1] / max(flops, 1),
     }
