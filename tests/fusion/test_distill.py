@@ -69,6 +69,13 @@ def test_outputs_that_are_no_numbers_to_train_by_are_refused() -> None:
         nafi.distill(merged, clients(), 1e20 * PROBE, steps=2)
 
 
+@pytest.mark.parametrize("method", ["nafi", "stack"])
+def test_counts_of_other_classes_are_refused(method: str) -> None:
+    merged = nafi.fuse(clients(), INPUTS, method=method, probe=PROBE)
+    with pytest.raises(InputError, match="class_counts: found 2 classes, but no layer"):
+        nafi.distill(merged, clients(), PROBE, steps=2, class_counts=[[1, 2], [3, 1], [2, 2]])
+
+
 def test_bad_calls_are_refused() -> None:
     merged = nafi.fuse(clients(), INPUTS, probe=PROBE)
     with pytest.raises(InputError, match="steps: found 0, expected a number above 0"):

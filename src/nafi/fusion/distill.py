@@ -21,7 +21,7 @@ from nafi.fusion.judge import agreement
 from nafi.fusion.method import Progress
 from nafi.fusion.result import FusionResult
 from nafi.fusion.synthetic import read_or_make
-from nafi.graph import Inputs, copy_network
+from nafi.graph import Inputs, ModelSpec, copy_network
 
 
 def distill(
@@ -49,13 +49,8 @@ def distill(
     that was solved from labels is trained away from them: solve it again afterwards.
     """
     clients = check_clients(models, class_counts, sample_counts, None)
-    specs = [result.architecture, *(body.architecture for body in result.bodies)]
-    examples = next((spec.example_inputs for spec in specs if spec is not None), None)
-    if examples is None:
-        raise InputError(
-            f"distill: method {result.diagnostics.get('method')} knows nothing of its inputs; give "
-            "nafi.fuse(..., distill=200) instead"
-        )
+    spec, examples = _known_of(result)
+    clients.check_classes(spec)
     report = progress or (lambda step, done, total: None)
     inputs = read_or_make(probe, clients.models, examples, report)
     by_input = weights_by_input(clients, probe, inputs) if weigh_inputs else None
@@ -71,6 +66,17 @@ def distill(
         by_input=by_input,
     )
     return replace(found, scores=None, agreement=agreement(clients, found.model, inputs, by_input))
+
+
+def _known_of(result: FusionResult) -> tuple[ModelSpec, Inputs]:
+    """The spec of a fused network, or of one of several side by side, and example inputs."""
+    for spec in (result.architecture, *(body.architecture for body in result.bodies)):
+        if spec is not None and spec.example_inputs is not None:
+            return spec, spec.example_inputs
+    raise InputError(
+        f"distill: method {result.diagnostics.get('method')} knows nothing of its inputs; give "
+        "nafi.fuse(..., distill=200) instead"
+    )
 
 
 def weights_by_input(clients: Clients, probe: object, inputs: Inputs) -> Tensor | None:
