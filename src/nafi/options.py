@@ -74,6 +74,7 @@ def one_of(names: Iterable[str]) -> Constraint:
 
 # A word would count as true.
 SWITCH = Constraint(lambda value: isinstance(value, bool), "True or False")
+FUNCTION = Constraint(callable, "a function")
 
 
 def optional(constraint: Constraint) -> Constraint:

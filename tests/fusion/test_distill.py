@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import nafi
 from nafi.errors import InputError
-from tests.fusion.networks import gap, seeded, trained_norms
+from tests.fusion.networks import MLP, gap, seeded, trained_norms
 
 INPUTS = (torch.randn(4, 7, generator=torch.Generator().manual_seed(3)),)
 PROBE = torch.randn(80, 7, generator=torch.Generator().manual_seed(4))
@@ -76,10 +79,83 @@ def test_counts_of_other_classes_are_refused(method: str) -> None:
         nafi.distill(merged, clients(), PROBE, steps=2, class_counts=[[1, 2], [3, 1], [2, 2]])
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"steps": 0}, "a whole number of at least 1"),
+        ({"steps": 200.0}, "a whole number of at least 1"),
+        ({"batch": 32.0}, "a whole number of at least 1"),
+        ({"rate": float("inf")}, "a number above 0"),
+        ({"seed": None}, "a whole number from 0"),
+        ({"seed": 1.5}, "a whole number from 0"),
+        ({"weigh_inputs": "no"}, "True or False"),
+        ({"progress": 3}, "a function"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_else(option: Any, expected: str) -> None:
+    (name,) = option
+    with pytest.raises(InputError, match=f"{name}: found .*, expected {expected}"):
+        nafi.distill(None, [], None, **option)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    merged = nafi.fuse(clients(), INPUTS, probe=PROBE)
+    known = {"steps": np.int64(3), "batch": np.int64(8), "seed": np.int64(1)}
+    found = nafi.distill(merged, clients(), PROBE, rate=np.float32(1e-3), **known)
+    assert type(found.diagnostics["distilled"]["steps"]) is int
+    again = nafi.distill(merged, clients(), PROBE, steps=3, batch=8, rate=1e-3, seed=1)
+    assert gap(found.model, again.model, INPUTS) < 1e-6
+
+
+def test_nothing_is_left_of_training_but_the_weights() -> None:
+    merged = nafi.fuse(clients(), INPUTS, probe=PROBE)
+    found = nafi.distill(merged, clients(), PROBE, steps=3)
+    assert all(parameter.grad is None for parameter in found.model.parameters())
+
+
+class Pair(MLP):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(x), "size": x.square().sum(dim=1)}
+
+
+class Mean(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).mean(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Pair, "model 0 returns 2 tensors; only networks that return one tensor of numbers"),
+        (Mean, r"model 0 returns shape \(4,\) for 2 inputs; only networks that return a row"),
+    ],
+)
+def test_networks_that_cannot_be_trained_are_told_before_any_work(
+    kind: type[MLP], told: str
+) -> None:
+    models = [kind(7, 9, 8, 4).eval() for _ in range(2)]
+    done: list[str] = []
+    with pytest.raises(InputError, match=told):
+        nafi.fuse(
+            models,
+            (PROBE[:2],),
+            probe=PROBE,
+            distill=5,
+            progress=lambda step, *_: done.append(step),
+        )
+    assert not done
+
+
 def test_bad_calls_are_refused() -> None:
     merged = nafi.fuse(clients(), INPUTS, probe=PROBE)
-    with pytest.raises(InputError, match="steps: found 0, expected a number above 0"):
-        nafi.distill(merged, clients(), PROBE, steps=0)
+    with pytest.raises(InputError, match="result: found MLP, expected what nafi"):
+        nafi.distill(merged.model, clients(), PROBE)  # type: ignore[arg-type]
+    with pytest.raises(
+        InputError, match=r"model 0 returns shape \(4, 5\), the fused network \(4, 4\)"
+    ):
+        nafi.distill(merged, [seeded(s, 7, 9, 8, 5) for s in range(2)], PROBE)
+    with pytest.raises(InputError, match=r"model 0 does not run on .* the models that were fused"):
+        nafi.distill(merged, [seeded(s, 6, 9, 8, 4) for s in range(2)], PROBE)
     with pytest.raises(InputError, match="distill: needs a probe"):
         nafi.fuse(clients(), INPUTS, distill=5)
     with pytest.raises(InputError, match="distill: found -1"):

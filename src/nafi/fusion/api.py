@@ -20,6 +20,7 @@ from nafi.fusion.budget import measured_size
 from nafi.fusion.clients import Array, Clients, check_clients
 from nafi.fusion.distill import distill_on, weights_by_input
 from nafi.fusion.head import solve_head, statistics
+from nafi.fusion.imitation import check_imitable
 from nafi.fusion.judge import (
     FROM_FILES,
     WITHOUT_PROBE,
@@ -51,7 +52,7 @@ from nafi.graph import (
     check_inputs,
     materialise,
 )
-from nafi.options import whole
+from nafi.options import FUNCTION, optional, whole
 
 # What is done to a result, one after the other, once a method has made it.
 _Step = Callable[[FusionResult], FusionResult]
@@ -138,7 +139,8 @@ def fuse(
         for model in clients.models:  # loaded weights leave lazy layers without their sizes
             materialise(model, example_inputs)
     _check_arguments(spec, head, distill, probe)
-    _check_functions(progress=progress, validate=validate)
+    optional(FUNCTION).check(progress, "progress")
+    optional(FUNCTION).check(validate, "validate")
     if validate is None:
         chosen.check_one_variant()
     report = progress or (lambda step, done, total: None)
@@ -147,6 +149,8 @@ def fuse(
     if probe is not None and not is_word(probe, SYNTHETIC):
         inputs = read_probe(probe, clients.models[0], example_inputs)
     prepared = chosen.prepare(clients, example_inputs, spec)
+    if distill:
+        check_imitable(clients, example_inputs)
     automatic = automatic and not clients.stored
     missed = probe is None and noise_stands_for(example_inputs) and chosen.misses_probe(prepared)
     # Work, which comes after all checks.
@@ -210,12 +214,6 @@ def _check_arguments(spec: object, head: object, distill: int, probe: object) ->
         raise InputError("distill: needs a probe, the inputs to train on: probe=")
 
 
-def _check_functions(**functions: object) -> None:
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise InputError(f"{name}: found {function!r}, expected a function")
-
-
 def _fuse(
     method: Method,
     prepared: Any,
@@ -244,7 +242,7 @@ def _steps(
     steps: list[_Step] = []
     if distill and inputs is not None:
         distilled = partial(distill_on, clients=clients, inputs=inputs, by_input=by_input)
-        steps.append(partial(distilled, progress=progress, steps=distill))
+        steps.append(partial(distilled, progress=progress, steps=int(distill)))
     if head is not None:
         steps.append(partial(_with_head, batches=list(head), progress=progress))
     return steps

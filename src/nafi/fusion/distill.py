@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy.typing as npt
 from torch import Tensor, nn
@@ -16,12 +15,22 @@ from torch import Tensor, nn
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients, check_clients
 from nafi.fusion.familiarity import familiarity
-from nafi.fusion.imitation import imitate
+from nafi.fusion.imitation import check_imitable, imitate
 from nafi.fusion.judge import agreement
 from nafi.fusion.method import Progress
 from nafi.fusion.result import FusionResult
 from nafi.fusion.synthetic import read_or_make
 from nafi.graph import Inputs, ModelSpec, copy_network
+from nafi.options import FUNCTION, SWITCH, number, optional, whole
+
+_OPTIONS = {
+    "steps": whole(1),
+    "rate": number(above=0),
+    "batch": whole(1),
+    "seed": whole(0, 2**63 - 1),
+    "weigh_inputs": SWITCH,
+    "progress": optional(FUNCTION),
+}
 
 
 def distill(
@@ -48,9 +57,23 @@ def distill(
     `result.diagnostics["distilled"]` has the error on held-out inputs, before and after. A head
     that was solved from labels is trained away from them: solve it again afterwards.
     """
+    _check_options(
+        steps=steps,
+        rate=rate,
+        batch=batch,
+        seed=seed,
+        weigh_inputs=weigh_inputs,
+        progress=progress,
+    )
+    if not isinstance(result, FusionResult):
+        raise InputError(
+            f"result: found {type(result).__name__}, expected what nafi.fuse returned, with all "
+            "that it knows of its model"
+        )
     clients = check_clients(models, class_counts, sample_counts, None)
     spec, examples = _known_of(result)
     clients.check_classes(spec)
+    check_imitable(clients, examples, result.model)
     report = progress or (lambda step, done, total: None)
     inputs = read_or_make(probe, clients.models, examples, report)
     by_input = weights_by_input(clients, probe, inputs) if weigh_inputs else None
@@ -59,10 +82,10 @@ def distill(
         clients,
         inputs,
         report,
-        steps=steps,
-        rate=rate,
-        batch=batch,
-        seed=seed,
+        steps=int(steps),
+        rate=float(rate),
+        batch=int(batch),
+        seed=int(seed),
         by_input=by_input,
     )
     return replace(found, scores=None, agreement=agreement(clients, found.model, inputs, by_input))
@@ -96,8 +119,7 @@ def distill_on(
     seed: int = 0,
     by_input: Tensor | None = None,
 ) -> FusionResult:
-    """The same on a probe that was read, for clients that were checked."""
-    _check_numbers(steps=steps, rate=rate, batch=batch)
+    """The same on a probe that was read, for clients and options that were checked."""
     student = copy_network(result.model).eval()
     before, after = imitate(
         student,
@@ -116,7 +138,6 @@ def distill_on(
     return replace(result, model=student, diagnostics=diagnostics)
 
 
-def _check_numbers(**numbers: Any) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise InputError(f"{name}: found {value!r}, expected a number above 0")
+def _check_options(**found: object) -> None:
+    for name, value in found.items():
+        _OPTIONS[name].check(value, name)

@@ -19,7 +19,7 @@ from nafi.fusion.clients import Clients
 from nafi.fusion.ensemble import shares_of, weighted_sum
 from nafi.fusion.judge import outputs_of
 from nafi.fusion.probe import batch_size
-from nafi.graph import Inputs, call, evaluating, returned_tensors
+from nafi.graph import Inputs, call, evaluating, first_line, returned_tensors
 
 HELD_OUT = 0.25
 _EVERY = 10  # steps between two looks at what is held out
@@ -68,17 +68,52 @@ def imitate(
         if step % _EVERY == _EVERY - 1 or step == steps - 1:
             training.look()
     network.load_state_dict(training.state)
+    network.zero_grad(set_to_none=True)  # or it would keep another copy of all its parameters
     return before, training.best
+
+
+def check_imitable(clients: Clients, inputs: Inputs, student: nn.Module | None = None) -> None:
+    """Refuse networks of whose outputs no mean can be learnt.
+
+    inputs: any on which networks run; student: the network that is to learn it, if there is one
+    """
+    shape = None if student is None else _said(student, inputs, "the fused network").shape
+    for model, name in zip(clients.models, clients.names, strict=True):
+        found = _said(model, inputs, name).shape
+        if shape is not None and found != shape:
+            raise InputError(
+                f"{name} returns shape {tuple(found)}, the fused network {tuple(shape)}; give the "
+                "models that were fused"
+            )
+
+
+def _said(model: nn.Module, inputs: Inputs, name: str) -> Tensor:
+    """What a network returns, if that is a row of numbers for each input."""
+    try:
+        leaves = outputs_of(model, inputs)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{name} does not run on inputs of the fused network: {first_line(error)}; give the "
+            "models that were fused"
+        ) from None
+    if len(leaves) != 1 or not leaves[0].is_floating_point():
+        returned = f"{len(leaves)} tensors" if len(leaves) != 1 else str(leaves[0].dtype)
+        raise InputError(
+            f"{name} returns {returned}; only networks that return one tensor of numbers can be "
+            "trained on a probe"
+        )
+    if not leaves[0].ndim or len(leaves[0]) != batch_size(inputs):
+        raise InputError(
+            f"{name} returns shape {tuple(leaves[0].shape)} for {batch_size(inputs)} inputs; only "
+            "networks that return a row for each input can be trained on a probe"
+        )
+    return leaves[0]
 
 
 def _targets(clients: Clients, inputs: Inputs, by_input: Tensor | None) -> Tensor:
     """What the ensemble says; clients weigh in it what they weigh in the fusion."""
-    said = [outputs_of(model, inputs) for model in clients.models]
-    if any(len(leaves) != 1 or not leaves[0].is_floating_point() for leaves in said):
-        raise InputError(
-            "only networks that return one tensor of numbers can be trained on a probe"
-        )
-    outputs = torch.stack([leaves[0] for leaves in said])
+    named = zip(clients.models, clients.names, strict=True)
+    outputs = torch.stack([_said(model, inputs, name) for model, name in named])
     return weighted_sum(outputs, *shares_of(clients), by_input)
 
 
