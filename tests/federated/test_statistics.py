@@ -48,6 +48,7 @@ from nafi.fusion import (
     ridge_errors,
     solve_head,
 )
+from nafi.fusion.held_out import held_out
 from nafi.fusion.statistics import are_sums
 from nafi.graph import named_tensors, permute, random_permutations
 from tests.federated.networks import CLASSES, FEATURES, normed, pictures, population, small
@@ -213,6 +214,31 @@ def test_an_output_that_nobody_owns_stays() -> None:
     assert float(shifts[0, 0]) == pytest.approx(1.0)
     assert bool((change[0, :, 1] == 0).all())
     assert float(shifts[0, 1]) == 0
+
+
+def test_batches_of_any_size_hold_the_same_inputs_out() -> None:
+    """Also where a layer has the steps of a sequence before the inputs, as in attention."""
+    torch.manual_seed(0)
+    own, fused = (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True) for _ in range(2))
+    rows = torch.randn(26, 5, 4, generator=drawn())
+    spec = nafi.groups(own.eval(), (rows[:2],))
+    weights = ["self_attn.in_proj_weight", "linear2.weight"]
+    owned = {"self_attn.in_proj_weight": torch.ones(1, 12), "linear2.weight": torch.ones(1, 4)}
+    one, other = (
+        layer_statistics(
+            fused, [(part,) for part in rows.split(size)], weights, Targets(own, spec, owned)
+        )
+        for size in (26, 8)
+    )
+    for name in weights:
+        assert float(one[name].held_out.count) == 5 * int(held_out(torch.arange(26)).sum())
+        for part in ("rest", "held_out"):
+            for sums in ("gram", "cross"):
+                found = [getattr(getattr(each[name], part), sums) for each in (one, other)]
+                torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    chosen = rows[held_out(torch.arange(26))].flatten(0, 1).double()
+    read = one["self_attn.in_proj_weight"].held_out
+    torch.testing.assert_close(read.gram[0], chosen.T @ chosen, rtol=1e-5, atol=1e-5)
 
 
 def test_a_client_with_one_sample_has_no_say_about_ridges() -> None:

@@ -14,6 +14,7 @@ from nafi.errors import InputError
 from nafi.fusion import EnsembleNetwork
 from nafi.fusion.ensemble import weighted_sum
 from nafi.fusion.familiarity import familiarity, watched_distances
+from nafi.fusion.held_out import held_out
 from tests.fusion.networks import NormNet, gap, seeded, trained_norms
 
 EXAMPLE = (torch.zeros(2, 3, 8, 8),)
@@ -133,7 +134,7 @@ def test_distillation_is_towards_the_ensemble_by_input() -> None:
     models, probe = dark_and_bright(), both_kinds()
     merged = nafi.fuse(models, EXAMPLE, probe=probe, sample_counts=COUNTS)
     shares = torch.tensor(COUNTS) / sum(COUNTS)
-    held = probe[:10]
+    held = probe[held_out(torch.arange(len(probe)))]
     for weighs in (True, False):
         found = nafi.distill(
             merged, models, probe, sample_counts=COUNTS, steps=5, weigh_inputs=weighs

@@ -14,13 +14,13 @@ import nafi
 from nafi.errors import InputError
 from nafi.fusion import learned_bases
 from nafi.fusion.clients import check_clients
+from nafi.fusion.held_out import held_out
 from nafi.fusion.learned_bases import _rotation
 from nafi.graph import Freedom, Rotated, keeping_mean, rotate
 from nafi.graph.trace import with_tensors
 from tests.fusion.test_rotation import gap, original, turned_copy
 from tests.graph.zoo import named
 
-# Of these a quarter is held out.
 PROBE = torch.randn(32, 3, 20, 28, generator=torch.Generator().manual_seed(5))
 
 
@@ -49,8 +49,8 @@ def test_the_mean_of_weights_comes_closer_to_the_ensemble() -> None:
     rotated, learned = (
         nafi.fuse(models, inputs, bases=bases, **known).model for bases in ("rotated", "learned")
     )
-    held_out = PROBE[:8]
-    assert distance(learned, models, held_out) < 0.95 * distance(rotated, models, held_out)
+    held = PROBE[held_out(torch.arange(len(PROBE)))]
+    assert distance(learned, models, held) < 0.95 * distance(rotated, models, held)
 
 
 def test_no_clients_function_changes() -> None:

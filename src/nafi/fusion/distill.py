@@ -6,6 +6,7 @@ and are kept where that helps on held-out inputs; the result that was given stay
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from nafi.fusion.familiarity import familiarity
 from nafi.fusion.imitation import check_imitable, imitate
 from nafi.fusion.judge import agreement
 from nafi.fusion.method import Progress
+from nafi.fusion.networks import FusionWarning
 from nafi.fusion.result import FusionResult
 from nafi.fusion.synthetic import read_or_make
 from nafi.graph import Inputs, ModelSpec, copy_network
@@ -50,12 +52,14 @@ def distill(
     """Train a fused network to say what the ensemble of its clients says; no labels are needed.
 
     result: of `nafi.fuse`; models, probe, class_counts, sample_counts: as that took them
-    steps, rate, batch: of Adam, on three quarters of the probe. Normalisation keeps its statistics
+    steps, rate, batch: of Adam, on three of every four inputs of the probe. Normalisation keeps its
+        statistics
     weigh_inputs: let those models count more for an input whose batch normalisation remembers its
         like, if they have any and the probe is not made up
 
-    `result.diagnostics["distilled"]` has the error on held-out inputs, before and after. A head
-    that was solved from labels is trained away from them: solve it again afterwards.
+    `result.diagnostics["distilled"]` has the error on held-out inputs, before and after. If no step
+    lowered it, the network is as it was, and a warning says so. A head that was solved from labels
+    is trained away from them: solve it again afterwards.
     """
     _check_options(
         steps=steps,
@@ -132,6 +136,13 @@ def distill_on(
         seed=seed,
         by_input=by_input,
     )
+    if not after < before:
+        warnings.warn(
+            "distill: no step brought the network nearer to the ensemble on the inputs that are "
+            "held out, so it is as it was; give more inputs, or nafi.distill a smaller rate",
+            FusionWarning,
+            stacklevel=3,
+        )
     weighed = by_input is not None
     distilled = {"before": before, "after": after, "steps": steps, "weighed_by_input": weighed}
     diagnostics = {**result.diagnostics, "distilled": distilled}

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError
 from nafi.fusion.clients import Clients
 from nafi.fusion.ensemble import shares_of, weighted_sum
+from nafi.fusion.held_out import held_out
 from nafi.fusion.judge import outputs_of
 from nafi.fusion.probe import batch_size
+from nafi.fusion.recording import chosen_inputs
 from nafi.graph import Inputs, call, evaluating, first_line, returned_tensors
 
-HELD_OUT = 0.25
 _EVERY = 10  # steps between two looks at what is held out
 
 
@@ -40,14 +39,13 @@ def imitate(
     """Train all parameters of a network, in place; the error on held-out inputs before and after.
 
     progress: called with the number of steps that are done
-    steps, rate, batch: of Adam, on three quarters of the probe
+    steps, rate, batch: of Adam, on three of every four inputs of the probe
     by_input: (S, inputs) how much each client's word counts for each input, if that differs
     """
-    count = batch_size(inputs)
-    held = torch.arange(max(1, round(HELD_OUT * count)))
-    rest = torch.arange(len(held), count)
-    if not len(rest):
+    numbers = torch.arange(batch_size(inputs))
+    if len(numbers) < 2:
         raise InputError("probe: found one input, expected some dozens")
+    held, rest = numbers[held_out(numbers)], numbers[~held_out(numbers)]
     training = _Training(network, inputs, _targets(clients, inputs, by_input), held)
     before = training.best
     if not isfinite(before):
@@ -123,19 +121,13 @@ class _Training:
     def __init__(self, model: nn.Module, inputs: Inputs, targets: Tensor, held: Tensor) -> None:
         self.model, self.inputs, self.held = model, inputs, held
         self.targets = targets.to(next(model.parameters()))
-        self.size = batch_size(inputs)
         self.best = float("inf")
         self.look()
 
     def error(self, rows: Tensor) -> Tensor:
         """The mean squared difference at some inputs."""
-        part = pytree.tree_map(lambda leaf: self._at(leaf, rows), self.inputs)
-        (outputs,) = returned_tensors(call(self.model, part))
+        (outputs,) = returned_tensors(call(self.model, chosen_inputs(self.inputs, rows)))
         return (outputs - self.targets[rows]).square().mean()
-
-    def _at(self, leaf: Any, rows: Tensor) -> Any:
-        batched = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == self.size
-        return leaf[rows] if batched else leaf
 
     def look(self) -> None:
         """Keep the state if it does better than all before."""

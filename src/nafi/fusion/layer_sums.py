@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nafi.errors import InputError, few
+from nafi.fusion.held_out import held_out, numbers_of_rows, row_stretches
 from nafi.fusion.probe import batch_size
 from nafi.fusion.recording import Use, unlike_rows, written_axes
-from nafi.fusion.refit import HELD_OUT
 from nafi.fusion.statistics import LayerStatistics
 from nafi.graph import (
     Axis,
@@ -60,16 +60,10 @@ class LayerParts:
     held_out: LayerStatistics
 
     @classmethod
-    def of(cls, inputs: Tensor, targets: Tensor) -> LayerParts:
-        """inputs: (B, M, K); targets: (B, M, N); rows in the order of the inputs."""
-        cut = round(HELD_OUT * inputs.shape[1])
-        rest, held_out = (
-            LayerStatistics.of(inputs[:, rows], targets[:, rows])
-            if inputs[:, rows].numel()
-            else LayerStatistics.zeros(len(inputs), inputs.shape[2], targets.shape[2])
-            for rows in (slice(cut, None), slice(cut))
-        )
-        return cls(rest, held_out)
+    def of(cls, inputs: Tensor, targets: Tensor, held: Tensor) -> LayerParts:
+        """inputs: (B, M, K); targets: (B, M, N); held: (M,) the rows that are held out."""
+        parts = (LayerStatistics.of(inputs[:, rows], targets[:, rows]) for rows in (~held, held))
+        return cls(*parts)
 
     @property
     def whole(self) -> LayerStatistics:
@@ -91,13 +85,19 @@ def layer_statistics(
 
     Cost: one run of each network, and M K (K + N) for a layer with K inputs, N outputs and M
     inputs and places. Where no code looks at values, batches of the shapes of an earlier one run
-    up to the last of these layers only.
+    up to the last of these layers only. With targets, two runs on two inputs for all such batches.
     """
     sums: dict[str, LayerParts] = {}
-    last: dict[Hashable, int | None] = {}  # by the form of a batch: after how many visits to end
+    # By the form of a batch: after how many visits to end, and whose rows are whose.
+    last: dict[Hashable, int | None] = {}
+    stretches: dict[Hashable, Mapping[Use, int]] = {}
+    before = 0
     for number, batch in enumerate(batches):
-        form = _form(batch)
-        run = _Run(model, weights, number, PLACES * batch_size(batch), targets, last.get(form))
+        form, count = _form(batch), batch_size(batch)
+        if form not in stretches:
+            stretches[form] = {} if targets is None else row_stretches(targets.model, batch)
+        run = _Run(model, weights, number, before, count, stretches[form], targets, last.get(form))
+        before += count
         reads = ValueReads(model)
         with nullcontext() if form in last else reads:
             if targets is not None:
@@ -218,13 +218,16 @@ def add_to_layer(
 class _Run:
     """One batch through a network, and before that through the one with the targets.
 
+    before, count: inputs in earlier batches and in this one; stretches: from `row_stretches`
     expected: how often the layers run, if a batch of this form has told; the run ends after that
     """
 
     model: nn.Module
     weights: Collection[str]
     number: int
-    most: int
+    before: int
+    count: int
+    stretches: Mapping[Use, int]
     targets: Targets | None
     expected: int | None
     wanted: dict[Use, Tensor] = field(default_factory=dict)
@@ -249,13 +252,15 @@ class _Run:
         name = product.name
         if name not in self.weights:
             return
-        inputs = product.inputs(self._rows(product))
+        rows, use = self._rows(product), (name, product.call)
+        inputs = product.inputs(rows)
         lacking = inputs[:, :, :0]
         if self.targets is not None:
             made = _affine(product, inputs, self.model, self.targets.spec)
             owned = self.targets.owned[name][:, None]
-            lacking = (self.wanted[name, product.call] - made) * owned
-        part = LayerParts.of(inputs, lacking)
+            lacking = (self.wanted[use] - made) * owned
+        numbers = numbers_of_rows(rows, product.places, self.count, self.stretches.get(use))
+        part = LayerParts.of(inputs, lacking, held_out(self.before + numbers))
         self.sums[name] = self.sums[name] + part if name in self.sums else part
         self.visits += 1
         if self.visits == self.expected:
@@ -264,7 +269,7 @@ class _Run:
     def _rows(self, product: Product) -> Tensor:
         """The places to look at, the same in all networks of a form."""
         seed = zlib.crc32(f"{product.name} {product.call} {self.number}".encode())
-        return sample_rows(product.places, self.most, seed)
+        return sample_rows(product.places, PLACES * self.count, seed)
 
 
 def _form(batch: Inputs) -> Hashable:

@@ -176,7 +176,7 @@ def unlike_rows(model: nn.Module, spec: ModelSpec, probe: Inputs) -> dict[str, s
 
 def _runnable(model: nn.Module, probe: Inputs) -> Inputs:
     """Two inputs; all of them where these are not independent, as the nodes of a graph are not."""
-    few = first_inputs(probe, 2)
+    few = chosen_inputs(probe, slice(2))
     try:
         with evaluating(model):
             call(model, few)
@@ -185,16 +185,17 @@ def _runnable(model: nn.Module, probe: Inputs) -> Inputs:
     return few
 
 
-def first_inputs(probe: Inputs, count: int) -> Inputs:
-    """The first inputs of a batch."""
-    size = next(len(leaf) for leaf in pytree.tree_leaves(probe) if isinstance(leaf, Tensor))
+def chosen_inputs(inputs: Inputs, chosen: Tensor | Sequence[int] | slice) -> Inputs:
+    """Some inputs of a batch; what is not of the batch, as a mask that holds for all, stays."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    size = next((len(leaf) for leaf in leaves if leaf.ndim), 0)
 
-    def cut(leaf: object) -> object:
+    def choose(leaf: object) -> object:
         batched = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == size
-        return leaf[:count] if batched else leaf  # type: ignore[index]
+        return leaf[chosen] if batched else leaf  # type: ignore[index]
 
-    cut_probe: Inputs = pytree.tree_map(cut, probe)
-    return cut_probe
+    part: Inputs = pytree.tree_map(choose, inputs)
+    return part
 
 
 def _close(values: Tensor, expected: Tensor) -> bool:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from nafi.fusion.held_out import held_out, numbers_of_rows, row_stretches
 from nafi.fusion.networks import Networks
-from nafi.fusion.recording import Recording, rows_of, written_axes
+from nafi.fusion.probe import batch_size
+from nafi.fusion.recording import Recording, Use, rows_of, written_axes
 from nafi.fusion.statistics import LayerFit, LayerStatistics, fit_layer
 from nafi.graph import Placements, Product, lift_axes, named_tensors, owned, watch
 
-# The share of the probe that chooses the ridge.
-HELD_OUT = 0.25
 # A weight that reads what it made itself, as in a recurrent layer, reads something else after its
 # fit. It is fitted so often at most, until another fit would lower its error, in units of the
 # variance, by less than this share or by no more than rounding.
@@ -47,12 +47,15 @@ def refit(
 
     networks: with a probe; model: merged, its normalisation folded as theirs is
 
-    Cost: one run of the network, up to `FITS` more for each weight that is used several times, and
-    for a layer with K inputs and N outputs some K^2 (K + N) for each ridge that is tried. Memory:
-    the recordings, and about six times the largest layer's K^2 numbers of 8 bytes.
+    Cost: one run of the network, up to `FITS` more for each weight that is used several times, two
+    of a client on two inputs, and for a layer with K inputs and N outputs some K^2 (K + N) for each
+    ridge that is tried. Memory: the recordings, and about six times the largest layer's K^2 numbers
+    of 8 bytes.
     """
     assert networks.probe is not None
-    fitting = _Fitting(networks, placements, dict(named_tensors(model)), progress)
+    stretches = row_stretches(networks.template, networks.probe)
+    count = batch_size(networks.probe)
+    fitting = _Fitting(networks, placements, dict(named_tensors(model)), progress, count, stretches)
     while True:
         try:
             watch(model, networks.probe, fitting.visit)
@@ -68,10 +71,17 @@ class _RunAgainError(Exception):
 
 @dataclass
 class _Fitting:
+    """A run of the network in which its weights are replaced.
+
+    count: inputs of the probe; stretches: how their rows lie, from `row_stretches`
+    """
+
     networks: Networks
     placements: Sequence[Placements]
     state: Mapping[str, Tensor]
     progress: Callable[[str, int, int], None]
+    count: int
+    stretches: Mapping[Use, int]
     fits: dict[str, LayerFit] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     repeated: dict[str, list[LayerFit]] = field(default_factory=lambda: defaultdict(list))
@@ -107,10 +117,9 @@ class _Fitting:
             self._targets(product),
         )
         residual = targets - inputs @ product.weights
-        cut = round(HELD_OUT * inputs.shape[1])  # rows are in the order of the inputs
+        held = self._held_out(product)
         parts = [
-            LayerStatistics.of(inputs[:, where], residual[:, where])
-            for where in (slice(cut, None), slice(cut))
+            LayerStatistics.of(inputs[:, where], residual[:, where]) for where in (~held, held)
         ]
         before = self.collected.get(name)
         self.collected[name] = (
@@ -118,6 +127,13 @@ class _Fitting:
         )
         variance = targets.double().var(dim=1, correction=0).sum()
         self.spread[name] += float(variance) * inputs.shape[1]
+
+    def _held_out(self, product: Product) -> Tensor:
+        """(M,) which rows are left to choose the ridge."""
+        rows, stretch = rows_of(product), self.stretches.get((product.name, product.call))
+        if self.count == 1:  # a part of it, in the place of one of four
+            return held_out(numbers_of_rows(rows, product.places, 4, None))
+        return held_out(numbers_of_rows(rows, product.places, self.count, stretch))
 
     def _fit(self, product: Product) -> None:
         """Fit a weight, for good or to see what it reads then."""

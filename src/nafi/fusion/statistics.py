@@ -7,7 +7,7 @@ once they sum over more inputs than a layer has. A fit needs nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -45,7 +45,8 @@ class LayerStatistics:
 
         Products are taken about the means, which rounding would else hide.
         """
-        count = inputs.shape[1]
+        samples = inputs.shape[1]
+        count = max(samples, 1)  # sums over nothing are zero
         sums, totals = inputs.double().sum(dim=1), targets.double().sum(dim=1)
         about = inputs - (sums / count)[:, None].to(inputs.dtype)
         own = targets - (totals / count)[:, None].to(targets.dtype)
@@ -55,18 +56,14 @@ class LayerStatistics:
             sums,
             totals,
             targets.double().square().sum(dim=1),
-            torch.tensor([count], dtype=torch.float64),
+            torch.tensor([samples], dtype=torch.float64),
         )
 
     @classmethod
     def zeros(cls, blocks: int, reads: int, writes: int) -> LayerStatistics:
         """Of no inputs."""
         inputs = torch.zeros(blocks, 0, reads, dtype=torch.float64)
-        empty = cls.of(inputs, inputs.new_zeros(blocks, 0, writes))
-        # Their mean is not a number.
-        return replace(
-            empty, gram=torch.zeros_like(empty.gram), cross=torch.zeros_like(empty.cross)
-        )
+        return cls.of(inputs, inputs.new_zeros(blocks, 0, writes))
 
     def __add__(self, other: LayerStatistics) -> LayerStatistics:
         return LayerStatistics(
@@ -92,12 +89,13 @@ class LayerStatistics:
 
     def centred(self) -> LayerStatistics:
         """The same about the means, which is what a layer with a bias has to explain."""
+        count = self.count.clamp(min=1)
         return LayerStatistics(
-            self.gram - self.sums[:, :, None] * self.sums[:, None] / self.count,
-            self.cross - self.sums[:, :, None] * self.totals[:, None] / self.count,
+            self.gram - self.sums[:, :, None] * self.sums[:, None] / count,
+            self.cross - self.sums[:, :, None] * self.totals[:, None] / count,
             torch.zeros_like(self.sums),
             torch.zeros_like(self.totals),
-            self.squares - self.totals.square() / self.count,
+            self.squares - self.totals.square() / count,
             self.count,
         )
 
