@@ -39,8 +39,8 @@ from nafi.matching import Index, Matching
 from nafi.options import SWITCH, Options, is_listed, one_of, option
 
 _SCORE = (
-    "validate=, a function of the fused model whose result is the higher the better (the accuracy "
-    "on data held out by the clients, for example)"
+    "a list needs validate=, a function of the fused model whose result is the higher the better "
+    "(the accuracy on data held out by the clients, for example)"
 )
 # Called before each step with what comes next, how many steps are done, and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -110,11 +110,13 @@ class Method(Options, ABC):
         first, *others = self.variants()
         if others:
             names = ", ".join(first.differences(self))
-            raise InputError(f"{names}: a list needs {advice}")
+            raise InputError(f"{names}: {advice}")
 
     def check_in_rounds(self) -> None:
         """Refuse what needs a score or a probe, and what only changes what is done with a probe."""
-        self.check_one_variant("a score to choose by, which rounds do not have; give one value")
+        self.check_one_variant(
+            "a list needs a score to choose by, which rounds do not have; give one value"
+        )
         self.check_uses()
         usual = {field.name: field.default for field in fields(self)}
         for name in self.of_probe:
