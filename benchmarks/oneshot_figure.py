@@ -74,6 +74,7 @@ def draw(axes: Any, title: str, records: Records) -> None:
             axes.axhline(np.mean(tests), color=colour, linestyle=line, label=label, zorder=0)
     axes.set_title(title, fontsize=10)
     axes.set_xscale("log", base=2)
+    axes.set_xlim(0.85, 4.7)
     axes.set_xticks([1, 2, 4], ["1", "2", "4"])
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -504,8 +504,9 @@ def test_the_frontier_is_told_drawn_and_its_best_written(folder: Path) -> None:
     assert sizes["whole clients", "2 kept"] == 2.0
     assert 0.7 < sizes["nafi", "1.5 params"] <= 1.5
     # The smallest is the best by this score.
-    assert told["method"] == "stack"
-    assert told["size"]["params_of_client"] == sizes["stack", "0.7 params"]
+    smallest = min(("stack", "nafi"), key=lambda method: sizes[method, "0.7 params"])
+    assert told["method"] == smallest
+    assert told["size"]["params_of_client"] == sizes[smallest, "0.7 params"]
     page = (folder / "page.html").read_text()
     assert page.count("<circle") == 2 * len(told["frontier"]) + 5
     assert "Scores over sizes" in page

@@ -310,7 +310,7 @@ def prepare_networks(
 ) -> Networks:
     """Find the groups, fit them to every client and fold batch normalisation."""
     first = clients.models[0]
-    fitted = _specs_of_clients(clients, example_inputs, spec)
+    fitted = _specs_of_clients(clients, first, example_inputs, spec)
     way = Normalisation(batchnorm)
     template, _ = _folded(first, fitted[0], way)
     unchanged = template is first
@@ -391,7 +391,7 @@ def check_clip(screen: Screen, batchnorm: str) -> None:
 
 
 def _specs_of_clients(
-    clients: Clients, example_inputs: Inputs, spec: ModelSpec | None
+    clients: Clients, first: nn.Module, example_inputs: Inputs, spec: ModelSpec | None
 ) -> tuple[ModelSpec, ...]:
     """The groups of every client; spec: those of the first one, if they are known.
 
@@ -407,7 +407,7 @@ def _specs_of_clients(
     if spec is not None:
         return fitted(spec)
     try:
-        return fitted(groups(clients.models[0], example_inputs))
+        return fitted(groups(first, example_inputs))
     except SpecError:
         sizes = [sum(t.shape.numel() for t in o.values()) for o in clients.outlines]
         largest = sizes.index(max(sizes))
