@@ -172,7 +172,7 @@ PICTURES = {  # pages of the site, and how many pictures each of them has
     "concepts": 4,
     "howto/own-network": 0,
     "operations": 0,
-    "results": 1,
+    "results": 3,
     "support": 0,
     "faq": 0,
     "commands": 0,
