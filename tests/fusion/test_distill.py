@@ -150,6 +150,23 @@ def test_networks_that_cannot_be_trained_are_told_before_any_work(
     assert not done
 
 
+@pytest.mark.filterwarnings("ignore:probe. found 1, too few")
+def test_one_input_and_inference_mode_are_refused_before_any_work() -> None:
+    done: list[str] = []
+
+    def note(step: str, done_steps: int, total: int) -> None:
+        done.append(step)
+
+    with pytest.raises(InputError, match="probe: found one input, expected some dozens"):
+        nafi.fuse(clients(), INPUTS, probe=PROBE[:1], distill=5, progress=note)
+    with torch.inference_mode(), pytest.raises(InputError, match="call nafi outside of it"):
+        nafi.fuse(clients(), INPUTS, probe=PROBE, distill=5, progress=note)
+    assert not done
+    merged = nafi.fuse(clients(), INPUTS, probe=PROBE)
+    with torch.inference_mode(), pytest.raises(InputError, match="call nafi outside of it"):
+        nafi.distill(merged, clients(), PROBE)
+
+
 def test_bad_calls_are_refused() -> None:
     merged = nafi.fuse(clients(), INPUTS, probe=PROBE)
     with pytest.raises(InputError, match="result: found MLP, expected what nafi"):

@@ -143,6 +143,8 @@ NAN = torch.where(torch.arange(6) == 2, torch.nan, X)
         (NAN, "found NaN"),
         (torch.where(torch.arange(6) == 2, torch.inf, X), "found infinite values"),
         (torch.where(torch.arange(6) == 2, -torch.inf, X), "found infinite values"),
+        (X.to_sparse(), "found a tensor torch.sparse_coo, expected a dense one"),
+        (X.to("meta"), "found a tensor of the meta device, which holds no values"),
         (torch.ones(20, 6), "all the same"),
         (X[:1].expand(20, 6), "all the same"),
         (torch.zeros(1, 6), "all the same"),

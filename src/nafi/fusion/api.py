@@ -20,7 +20,7 @@ from nafi.fusion.budget import measured_size
 from nafi.fusion.clients import Array, Clients, check_clients
 from nafi.fusion.distill import distill_on, weights_by_input
 from nafi.fusion.head import solve_head, statistics
-from nafi.fusion.imitation import check_imitable
+from nafi.fusion.imitation import check_imitable, check_trainable
 from nafi.fusion.judge import (
     FROM_FILES,
     WITHOUT_PROBE,
@@ -151,6 +151,8 @@ def fuse(
     prepared = chosen.prepare(clients, example_inputs, spec)
     if distill:
         check_imitable(clients, example_inputs)
+        if inputs is not None:
+            check_trainable(inputs)
     automatic = automatic and not clients.stored
     missed = probe is None and noise_stands_for(example_inputs) and chosen.misses_probe(prepared)
     # Work, which comes after all checks.

@@ -42,9 +42,8 @@ def imitate(
     steps, rate, batch: of Adam, on three of every four inputs of the probe
     by_input: (S, inputs) how much each client's word counts for each input, if that differs
     """
+    check_trainable(inputs)
     numbers = torch.arange(batch_size(inputs))
-    if len(numbers) < 2:
-        raise InputError("probe: found one input, expected some dozens")
     held, rest = numbers[held_out(numbers)], numbers[~held_out(numbers)]
     training = _Training(network, inputs, _targets(clients, inputs, by_input), held)
     before = training.best
@@ -68,6 +67,16 @@ def imitate(
     network.load_state_dict(training.state)
     network.zero_grad(set_to_none=True)  # or it would keep another copy of all its parameters
     return before, training.best
+
+
+def check_trainable(inputs: Inputs) -> None:
+    """Refuse a probe of which nothing can be held out, and a place where nothing has gradients."""
+    if batch_size(inputs) < 2:
+        raise InputError("probe: found one input, expected some dozens")
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            "nothing can be trained within torch.inference_mode(); call nafi outside of it"
+        )
 
 
 def check_imitable(clients: Clients, inputs: Inputs, student: nn.Module | None = None) -> None:

@@ -218,6 +218,9 @@ def _like(leaf: Any, example: Any) -> Any:
     if not isinstance(leaf, Tensor):
         hint = "; torch.from_numpy makes one of it" if type(leaf).__name__ == "ndarray" else ""
         raise InputError(f"probe: found {type(leaf).__name__}, expected tensors{hint}")
+    if leaf.is_meta or leaf.layout is not torch.strided:
+        kind = "of the meta device, which holds no values" if leaf.is_meta else str(leaf.layout)
+        raise InputError(f"probe: found a tensor {kind}, expected a dense one with its values")
     _check_shape(leaf, example)
     if leaf.is_floating_point() != example.is_floating_point():
         raise InputError(
