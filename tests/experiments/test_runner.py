@@ -438,11 +438,18 @@ def test_a_problem_leaves_methods_out() -> None:
 def test_every_experiment_of_the_paper_can_be_read() -> None:
     mnist = ["layers", "nets", "poison", "sensitivity", "size", "width"]
     cifar10 = ["cifar10", "cifar10-sensitivity"]
-    rest = ["nuclei", "oneshot-deep", "shakespeare", "shakespeare-rounds", "vit-cifar10"]
+    rest = [
+        "nuclei",
+        "oneshot-deep",
+        "oneshot-epochs",
+        "shakespeare",
+        "shakespeare-rounds",
+        "vit-cifar10",
+    ]
     names = ["carvana", *cifar10, "digits-attacks", *(f"mnist-{name}" for name in mnist), *rest]
     assert experiment_names() == names
     trials = {"carvana": 2, "cifar10": 3, "cifar10-sensitivity": 1, "nuclei": 2, "oneshot-deep": 3}
-    trials |= {"digits-attacks": 3, "shakespeare": 3}
+    trials |= {"digits-attacks": 3, "oneshot-epochs": 3, "shakespeare": 3}
     trials |= {"shakespeare-rounds": 3, "vit-cifar10": 3}
     for name in experiment_names():
         whole, quick = load_experiment(name), load_experiment(name, "quick")
@@ -474,6 +481,7 @@ def test_every_experiment_of_the_paper_can_be_read() -> None:
         "carvana",
         "nuclei",
         "oneshot-deep",
+        "oneshot-epochs",
         "shakespeare",
         "shakespeare-rounds",
         "vit-cifar10",
