@@ -253,3 +253,24 @@ def test_a_verdict_without_scores_is_none() -> None:
     assert "to which its layers were fitted" in verdict(replace(agreed, fits={"0": fit})).text
     values = replace(agreed, agreement=replace(classes, of="values", fused=0.9))
     assert "0.90 of the variance" in verdict(values).text
+
+
+@pytest.mark.parametrize(
+    ("fused", "probe", "tone"),
+    [
+        (0.49, "inputs", "bad"),
+        (0.5, "inputs", "unknown"),
+        (0.49, "noise", "unknown"),  # who says what on noise tells little
+    ],
+)
+def test_less_like_the_ensemble_than_every_client_is_a_bad_sign(
+    fused: float, probe: str, tone: str
+) -> None:
+    agreed = Agreement("classes", fused, (0.5, 0.75), 64, ("a", "b"))
+    result = FusionResult(nn.Identity(), agreement=agreed, diagnostics={"probe": probe})
+    found = verdict(result)
+    assert found.tone == tone
+    assert ("Probably worse than its clients" in found.text) == (tone == "bad")
+    assert any("method stack" in advice for advice in found.advice) == (tone == "bad")
+    scored = verdict(replace(result, scores=Scores((0.3,), None, 0.4, ("a",))))
+    assert scored.tone == "good"

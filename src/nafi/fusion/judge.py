@@ -52,8 +52,8 @@ _MORE = (
 class Verdict:
     """What is known of a result, in a sentence or two.
 
-    tone: good if the fused model is at least as good as every client; bad if it is not; unknown if
-        nobody has measured that
+    tone: good if the fused model is at least as good as every client; bad if it is not, or says
+        less of what the ensemble says than any client does; unknown if nobody has measured that
     advice: what to try or to measure next
     """
 
@@ -207,8 +207,12 @@ def verdict(result: FusionResult) -> Verdict:
         where = f"On {result.agreement.inputs} inputs "
         where += "that were made up" if made_up else "of the probe"
         where += ", to which its layers were fitted," if result.fits else ""
-        text = f"Nobody has scored this model. {where} {_agreed(result.agreement)}"
+        known = f"{where} {_agreed(result.agreement)}"
+        if not made_up and result.agreement.fused < min(result.agreement.clients):
+            text = f"Probably worse than its clients, though nobody has scored it. {known}"
+            return Verdict("bad", text, (score_it, *_advice(result)))
         real = "give some dozens of real inputs, which are far better: probe=, or --probe FILE"
+        text = f"Nobody has scored this model. {known}"
         return Verdict("unknown", text, (*advice, *([real] if made_up else [])))
     probe = "give some dozens of unlabelled inputs (or noise): probe=, or --probe FILE"
     probe = str(result.diagnostics.get("advice", probe))
@@ -288,7 +292,7 @@ def _counts(result: FusionResult) -> tuple[str, ...]:
 
 
 def warn_if_worse(result: FusionResult) -> None:
-    """Say it where a result is worse than a client."""
+    """Say it where a result is worse than a client, or probably is."""
     found = verdict(result)
     if found.tone == "bad":
         text = f"{found.text} What to try: {'; '.join(found.advice)}"
