@@ -19,7 +19,13 @@ from nafi.fusion import refit as refitting
 from nafi.fusion.layer_sums import add_to_layer
 from nafi.fusion.recording import Recording
 from nafi.fusion.responses import DIRECTIONS, principal_directions
-from nafi.fusion.statistics import RIDGES, LayerStatistics, best_ridge, fit_layer
+from nafi.fusion.statistics import (
+    RIDGES,
+    LayerStatistics,
+    best_ridge,
+    fit_layer,
+    with_deviation,
+)
 from nafi.graph import SpecWarning, groups, permute, random_permutations
 from tests.fusion.networks import gap, outputs, seeded, trained_norms
 from tests.graph import zoo
@@ -157,6 +163,54 @@ def test_a_fit_with_a_bias_makes_the_means_agree() -> None:
     centred = residual - residual.mean(1, keepdim=True)
     assert fit.before == pytest.approx(float(centred.square().sum()))
     assert (fit.inputs, fit.samples) == (5, 40)
+
+
+def test_outputs_that_are_neurons_vary_as_what_they_are_fitted_to() -> None:
+    """Deviations and means against those of the samples, but where outputs would grow too far."""
+    draw = torch.Generator().manual_seed(0)
+    inputs = 2 + torch.randn(2, 300, 4, generator=draw, dtype=torch.float64)
+    noise = torch.randn(2, 300, 3, generator=draw, dtype=torch.float64)
+    known = inputs @ torch.randn(2, 4, 3, generator=draw, dtype=torch.float64)
+    targets = known * torch.tensor([1.0, 1.0, 0.01]) + noise * torch.tensor([1e-3, 1.0, 1.0])
+    weights = torch.randn(2, 4, 3, generator=draw, dtype=torch.float64)
+    sums = LayerStatistics.of(inputs, targets - inputs @ weights)
+    change, shifts, _ = fit_layer(sums, LayerStatistics.zeros(2, 4, 3), spread=1.0, with_bias=True)
+    fitted = inputs @ (weights + change) + shifts[:, None]
+    deviation = targets.std(dim=1, correction=0)
+    torch.testing.assert_close(sums.deviation(weights), deviation)
+    change, shifts = with_deviation(sums, deviation, weights, change, shifts)
+    made = inputs @ (weights + change) + shifts[:, None]
+    torch.testing.assert_close(made.mean(dim=1), targets.mean(dim=1), rtol=0, atol=1e-8)
+    grown = made.std(dim=1) / fitted.std(dim=1)
+    assert bool((fitted.std(dim=1) <= targets.std(dim=1) + 1e-8).all())
+    torch.testing.assert_close(made.std(dim=1)[:, :2], targets.std(dim=1)[:, :2])
+    torch.testing.assert_close(grown[:, 2], torch.full((2,), 5.0, dtype=torch.float64))
+
+
+def rare(seed: int) -> nn.Module:
+    """Two hidden layers whose neurons are on for few inputs, as after long training."""
+    model = seeded(seed, 12, 60, 60, 4)
+    with torch.no_grad():
+        for layer in model.layers[:-1]:
+            layer.weight.mul_(3)
+            layer.bias.fill_(-1.5)
+    return model
+
+
+def test_neurons_that_are_seldom_on_stay_so_and_are_not_lost() -> None:
+    """Fitted by least squares alone, both layers would be on less than half as often."""
+    models = [rare(s) for s in range(4)]
+    probe = torch.randn(400, 12, generator=torch.Generator().manual_seed(0))
+    fused = nafi.fuse(models, (probe[:2],), probe=probe, max_width=1.0).model
+
+    def on(model: nn.Module) -> list[float]:
+        with torch.no_grad():
+            first = model.layers[0](probe)
+            second = model.layers[1](first.relu())
+        return [float((values > 0).float().mean()) for values in (first, second)]
+
+    alone = np.mean([on(model) for model in models], axis=0)
+    np.testing.assert_allclose(on(fused), alone, rtol=0.4)
 
 
 def test_a_linear_network_is_fitted_in_closed_form() -> None:

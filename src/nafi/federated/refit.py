@@ -2,7 +2,8 @@
 
 Hides: the order of the layers, and how each client's network is put into the form of the fused one.
 Promises: after the messages every layer is the posterior mean of METHOD's section 6 about its
-merged weights, as `nafi.fuse` has it from a probe; here from sums over clients' own inputs.
+merged weights, with the deviation of what it was fitted to, as `nafi.fuse` has it from a probe;
+here from sums over clients' own inputs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ from nafi.fusion import (
     add_to_layer,
     bounded_sums,
     check_clients,
+    layer_weights,
+    makes_neurons,
     merged_network,
     owned_outputs,
+    pooled_deviation,
     pooled_fit,
     recurrent_weights,
     refittable,
@@ -249,6 +253,11 @@ class MatchRefit(MatchThenAverage):
         where = self._layers(state).written[layer]
         return owned_outputs(where, spec.resized(self.architecture.spec.widths), places)
 
+    def _makes_neurons(self, state: RefitState, layer: str) -> bool:
+        """Whether a layer makes neurons, from what it did not make itself."""
+        layers = self._layers(state)
+        return layer not in layers.recurrent and makes_neurons(layers.written[layer][0])
+
     def _fitted(self, state: RefitState, updates: Iterable[Update], layer: str) -> State:
         """The layer fitted to what all clients sent."""
         request, sent, errors = self._request(layer), {}, torch.zeros(len(RIDGES))
@@ -261,15 +270,14 @@ class MatchRefit(MatchThenAverage):
         if self.method.screen.clip is not None:
             parts = bounded_sums(parts, self.method.screen.clip**2)
         known = torch.stack([self._owned(state, client, layer) for client in sent])
+        owners = torch.ones_like(known) if self.pool == "all" else known
         model, spec = self._network(state)
-        with_bias = spec.tensors[layer].bias is not None
-        change, shifts = pooled_fit(
-            parts,
-            torch.ones_like(known) if self.pool == "all" else known,
-            ridge=self._ridge(errors),
-            with_bias=with_bias,
-        )
         inputs = probing_inputs(self.architecture.example_inputs)
+        with_bias = spec.tensors[layer].bias is not None
+        change, shifts = pooled_fit(parts, owners, ridge=self._ridge(errors), with_bias=with_bias)
+        if with_bias and self._makes_neurons(state, layer):
+            weights = layer_weights(model, inputs, layer)
+            change, shifts = pooled_deviation(parts, owners, weights, change, shifts)
         weights, biases = add_to_layer(model, spec, inputs, layer, change, shifts)
         made = torch.stack(reduce(add, parts).outputs(weights, biases))
         after = replace(

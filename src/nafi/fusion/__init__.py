@@ -28,6 +28,7 @@ from nafi.fusion.layer_sums import (
     add_to_layer,
     layer_shapes,
     layer_statistics,
+    layer_weights,
     owned_outputs,
     recurrent_weights,
     refittable,
@@ -39,6 +40,7 @@ from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
 from nafi.fusion.pooling import bounded_sums, pool_layers
 from nafi.fusion.probe import PROBE_LIMIT, made_up_count, read_probe
 from nafi.fusion.rebasin import Rebasin
+from nafi.fusion.recording import makes_neurons
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import Agreement, Body, FusionResult, Scores
 from nafi.fusion.screen import CHANGES_AGREE, Screen, as_real
@@ -48,6 +50,7 @@ from nafi.fusion.statistics import (
     RIDGES,
     LayerStatistics,
     are_sums,
+    pooled_deviation,
     pooled_fit,
     ridge_errors,
 )
@@ -118,8 +121,10 @@ __all__ = [
     "input_moments",
     "layer_shapes",
     "layer_statistics",
+    "layer_weights",
     "made_up_count",
     "make_method",
+    "makes_neurons",
     "measured_size",
     "merge_tensors",
     "merged_network",
@@ -128,6 +133,7 @@ __all__ = [
     "option_names",
     "owned_outputs",
     "pool_layers",
+    "pooled_deviation",
     "pooled_fit",
     "prepare_networks",
     "read_budget",

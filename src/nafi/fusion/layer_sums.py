@@ -191,6 +191,18 @@ def owned_outputs(where: Written, spec: ModelSpec, places: Placements) -> Tensor
     return lifted.flatten()[positions] > 0
 
 
+def layer_weights(model: nn.Module, inputs: Inputs, name: str) -> Tensor:
+    """(B, K, N) what a layer multiplies its inputs with, in double precision."""
+    found: list[Tensor] = []
+
+    def visit(product: Product) -> None:
+        if product.name == name and not product.call:
+            found.append(product.weights.double())
+
+    watch(model, inputs, visit)
+    return found[0]
+
+
 def add_to_layer(
     model: nn.Module, spec: ModelSpec, inputs: Inputs, name: str, change: Tensor, shifts: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -123,6 +123,11 @@ def written_axes(product: Product, spec: ModelSpec) -> tuple[tuple[Axis, ...], T
     return None if index is None else (axes, index)
 
 
+def makes_neurons(axes: Sequence[Axis]) -> bool:
+    """Whether what lies along these axes is neurons, and not what a network returns."""
+    return any(segment.groups for axis in axes for segment in axis)
+
+
 def _written(product: Product, spec: ModelSpec) -> Activity | None:
     where = written_axes(product, spec)
     if where is None:

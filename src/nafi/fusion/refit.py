@@ -2,8 +2,8 @@
 
 Hides: where layers are, in modules or in functional code; they are fitted while the network runs,
 so each one sees what the fitted layers below it make of the probe.
-Promises: a weight is the posterior mean of METHOD's section 6 about the merged weights, or is kept
-as it was merged, and the reason is given.
+Promises: a weight is the posterior mean of METHOD's section 6 about the merged weights, for neurons
+with their own deviation; or it is kept as it was merged, and the reason is given.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from nafi.fusion.held_out import held_out, numbers_of_rows, row_stretches
 from nafi.fusion.networks import Networks
 from nafi.fusion.probe import batch_size
-from nafi.fusion.recording import Recording, Use, rows_of, written_axes
-from nafi.fusion.statistics import LayerFit, LayerStatistics, fit_layer
+from nafi.fusion.recording import Recording, Use, makes_neurons, rows_of, written_axes
+from nafi.fusion.statistics import LayerFit, LayerStatistics, fit_layer, with_deviation
 from nafi.graph import Placements, Product, lift_axes, named_tensors, owned, watch
 
 # A weight that reads what it made itself, as in a recurrent layer, reads something else after its
@@ -88,6 +88,7 @@ class _Fitting:
     shifted: dict[str, Tensor] = field(default_factory=dict)
     collected: dict[str, list[LayerStatistics]] = field(default_factory=dict)
     spread: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    deviations: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kept |= self.reference.kept
@@ -111,11 +112,8 @@ class _Fitting:
 
     def _collect(self, product: Product) -> None:
         """Add what this use of a weight leaves unexplained, apart for both parts of the probe."""
-        name, inputs, targets = (
-            product.name,
-            product.inputs(rows_of(product)),
-            self._targets(product),
-        )
+        name, inputs = product.name, product.inputs(rows_of(product))
+        targets, self.deviations[name] = self._targets(product)
         residual = targets - inputs @ product.weights
         held = self._held_out(product)
         parts = [
@@ -148,6 +146,11 @@ class _Fitting:
             self.fits[name] = replace(before[-1], before=before[0].before)
             return
         before.append(fit)
+        if bias is not None and self.reference.uses[name] == 1 and self._makes_neurons(product):
+            # A weight that is used several times would be fitted again and again for it.
+            change, shifts = with_deviation(
+                rest + held_out, self.deviations[name], product.weights.double(), change, shifts
+            )
         product.replace((product.weights + change).to(product.weights.dtype))
         if bias is not None:
             self._shift(product, self.state[bias], shifts)
@@ -155,6 +158,11 @@ class _Fitting:
             self.fits[name] = replace(fit, before=before[0].before)
         if product.call:
             raise _RunAgainError
+
+    def _makes_neurons(self, product: Product) -> bool:
+        """Whether what a layer makes is neurons, and not what the network returns."""
+        where = written_axes(product, self.networks.spec)
+        return where is not None and makes_neurons(where[0])
 
     def _shift(self, product: Product, bias: Tensor, shifts: Tensor) -> None:
         """Let a bias be the merged one plus what the mean of its layer's outputs lacks."""
@@ -164,31 +172,38 @@ class _Fitting:
         with torch.no_grad():
             bias.view(-1)[self._index(product).flatten()] += change
 
-    def _targets(self, product: Product) -> Tensor:
-        """(B, M, N) the mean over its owners of what each neuron writes; zero if it has none.
+    def _targets(self, product: Product) -> tuple[Tensor, Tensor]:
+        """(B, M, N) the mean over its owners of what each neuron writes, zero if it has none.
 
-        An owner that knows the like of an input counts more for it, where that is known.
+        And (B, N) the mean of its owners' deviations. An owner that knows the like of an input
+        counts more for it, where that is known.
         """
         networks, use = self.networks, (product.name, product.call)
         meaning = networks.spec.tensors[product.name]
         kept = [i for i in range(len(meaning.axes)) if i not in meaning.reads]
-        total, owners = torch.zeros(()), torch.zeros(())
+        total, owners, spread, counted = (torch.zeros(()) for _ in range(4))
         by_row = self._weights_by_row(product)
         for s, weights in enumerate(networks.clients.weights_of(meaning)):
             written, places = networks.recordings[s].written[use], self.placements[s]
             # A convolution has axes of space after that of its outputs.
             form = [weights.shape[i] for i in kept][: len(written.axes)]
             weight = torch.as_tensor(weights.reshape(form), dtype=written.values.dtype)
-            if by_row is not None:
-                weight = weight * by_row[s].to(weight).reshape(-1, *[1] * len(written.axes))
+            rows = torch.ones(len(written.values)) if by_row is None else by_row[s]
+            rows = rows.to(weight).reshape(-1, *[1] * len(written.axes))
             one = torch.ones_like(written.values[:1])
             lifted, present = (
                 lift_axes(values, written.axes, networks.specs[s], where)
                 for values, where in ((written.values, places), (one, owned(places)))
             )
+            share = weight * rows.mean()
+            spread = spread + share * _deviation(lifted, rows)
+            counted = counted + share * present
+            weight = weight if by_row is None else weight * rows
             total, owners = total + weight * lifted, owners + weight * present
         mean = (total / torch.where(owners > 0, owners, 1.0)).flatten(1)
-        return mean[:, self._index(product)].movedim(0, 1)
+        deviations = (spread / torch.where(counted > 0, counted, 1.0)).flatten(1)
+        index = self._index(product)
+        return mean[:, index].movedim(0, 1), deviations[0, index].double()
 
     def _weights_by_row(self, product: Product) -> Tensor | None:
         """(S, M) how much each client counts in each row; None if it is not known whose rows."""
@@ -202,6 +217,13 @@ class _Fitting:
         where = written_axes(product, self.networks.spec)
         assert where is not None
         return where[1]
+
+
+def _deviation(values: Tensor, rows: Tensor) -> Tensor:
+    """(1, ...) of values (M, ...) about their mean, if rows (M, ...) count differently."""
+    rows = rows / rows.sum().clamp(min=torch.finfo(rows.dtype).tiny)
+    mean = (rows * values).sum(dim=0, keepdim=True)
+    return (rows * (values - mean).square()).sum(dim=0, keepdim=True).sqrt()
 
 
 def _is_settled(last: LayerFit, fit: LayerFit) -> bool:

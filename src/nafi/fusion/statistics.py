@@ -6,8 +6,10 @@ once they sum over more inputs than a layer has. A fit needs nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ RIDGES: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(4, -11, -1))
 _FIRST = RIDGES.index(0.01)
 # The outputs of a layer, at most, by which its ridge is chosen.
 CHOOSING = 128
+# How many times the deviation of an output may grow to be that of its targets.
+_MOST_RESTORED = 5.0
 # Sums in double precision are symmetric and positive up to this share.
 ROUNDING = 1e-8
 
@@ -87,6 +91,12 @@ class LayerStatistics:
         square = (weights * (self.gram @ weights)).sum(dim=1) / self.count
         return mean + biases, (square - mean.square()).clamp(min=0).sqrt()
 
+    def deviation(self, weights: Tensor) -> Tensor:
+        """(B, N) of `h W + z`, if z is what weights (B, K, N) leave unexplained."""
+        centred = self.centred()
+        explained = (weights * (2 * centred.cross + centred.gram @ weights)).sum(dim=1)
+        return ((centred.squares + explained) / self.count).clamp(min=0).sqrt()
+
     def centred(self) -> LayerStatistics:
         """The same about the means, which is what a layer with a bias has to explain."""
         count = self.count.clamp(min=1)
@@ -102,13 +112,28 @@ class LayerStatistics:
     def some_outputs(self, most: int) -> LayerStatistics:
         """Of so many outputs at most, evenly spaced."""
         step = -(-self.cross.shape[2] // most)
-        outputs = slice(None, None, max(step, 1))
+        return self.of_outputs(slice(None, None, max(step, 1)))
+
+    def of_outputs(self, outputs: slice | Tensor) -> LayerStatistics:
+        """Of some of the N outputs."""
         return LayerStatistics(
             self.gram,
             self.cross[:, :, outputs],
             self.sums,
             self.totals[:, outputs],
             self.squares[:, outputs],
+            self.count,
+        )
+
+    def of_block(self, block: int) -> LayerStatistics:
+        """Of one of the B blocks."""
+        at = slice(block, block + 1)
+        return LayerStatistics(
+            self.gram[at],
+            self.cross[at],
+            self.sums[at],
+            self.totals[at],
+            self.squares[at],
             self.count,
         )
 
@@ -200,20 +225,64 @@ def pooled_fit(
     wanted = torch.stack([_normal_equations(part, with_bias)[1] for part in parts])
     blocks, reads, writes = parts[0].cross.shape
     change = torch.zeros(blocks, systems.shape[-1], writes, dtype=torch.float64)
-    for block in range(blocks):
+    for block, present, outputs in _sets_of_owners(owned):
+        change[block][:, outputs] = _ridge_solution(
+            systems[present, block].sum(dim=0),
+            wanted[present, block][:, :, outputs].sum(dim=0),
+            reads,
+            ridge,
+        )
+    shifts = change[:, reads] if with_bias else torch.zeros(blocks, writes, dtype=torch.float64)
+    return change[:, :reads], shifts
+
+
+def pooled_deviation(
+    parts: Sequence[LayerStatistics], owned: Tensor, weights: Tensor, change: Tensor, shifts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same fit, `with_deviation` of what the owners of each output compute.
+
+    weights: (B, K, N) those that change and shifts are added to
+    """
+    change, shifts = change.clone(), shifts.clone()
+    for block, present, outputs in _sets_of_owners(owned):
+        owning = [part for part, here in zip(parts, present, strict=True) if here]
+        whole = reduce(add, owning).of_block(block).of_outputs(outputs)
+        at = slice(block, block + 1)
+        now = weights[at, :, outputs]
+        change[at, :, outputs], shifts[at, outputs] = with_deviation(
+            whole, whole.deviation(now), now, change[at, :, outputs], shifts[at, outputs]
+        )
+    return change, shifts
+
+
+def _sets_of_owners(owned: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For each block and set of clients: (S,) who is in it, and (N,) the outputs that it owns."""
+    for block in range(owned.shape[1]):
         sets = owned[:, block].T
         owners, which = sets.unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
         for number, present in enumerate(owners):
             if bool(present.any()):
-                outputs = which == number
-                change[block][:, outputs] = _ridge_solution(
-                    systems[present, block].sum(dim=0),
-                    wanted[present, block][:, :, outputs].sum(dim=0),
-                    reads,
-                    ridge,
-                )
-    shifts = change[:, reads] if with_bias else torch.zeros(blocks, writes, dtype=torch.float64)
-    return change[:, :reads], shifts
+                yield block, present, which == number
+
+
+def with_deviation(
+    whole: LayerStatistics, deviation: Tensor, weights: Tensor, change: Tensor, shifts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A fit whose outputs vary about their means as the neurons do that they stand for.
+
+    A mean of neurons varies less than these, and a fit to it less than that. In networks that were
+    trained for long, neurons are on for few inputs: one that varies less is never on.
+
+    whole: sums over what the layer reads; deviation: (B, N) of the neurons
+    weights: (B, K, N) those that the layer has; change, shifts: the fit, to be added to it
+    Means stay as they are, and no output varies less, or more than five times as much, as before.
+    """
+    fitted = weights + change
+    made = whole.outputs(fitted, torch.zeros_like(shifts))[1]
+    factor = deviation / made.clamp(min=torch.finfo(torch.float64).tiny)
+    restored = fitted * factor.clamp(1, _MOST_RESTORED)[:, None]
+    lost = (whole.sums[:, None] @ (fitted - restored))[:, 0] / whole.count.clamp(min=1)
+    return restored - weights, shifts + lost
 
 
 def ridge_errors(fitted: LayerStatistics, judge: LayerStatistics, *, with_bias: bool) -> Tensor:
