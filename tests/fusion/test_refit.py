@@ -16,8 +16,8 @@ import nafi
 from nafi.errors import InputError
 from nafi.fusion import FusionWarning, check_clients, descent, in_place, prepare_networks
 from nafi.fusion import refit as refitting
-from nafi.fusion.layer_sums import add_to_layer
-from nafi.fusion.recording import Recording
+from nafi.fusion.layer_sums import add_to_layer, refittable
+from nafi.fusion.recording import Recording, sole_writers
 from nafi.fusion.responses import DIRECTIONS, principal_directions
 from nafi.fusion.statistics import (
     RIDGES,
@@ -185,6 +185,30 @@ def test_outputs_that_are_neurons_vary_as_what_they_are_fitted_to() -> None:
     assert bool((fitted.std(dim=1) <= targets.std(dim=1) + 1e-8).all())
     torch.testing.assert_close(made.std(dim=1)[:, :2], targets.std(dim=1)[:, :2])
     torch.testing.assert_close(grown[:, 2], torch.full((2,), 5.0, dtype=torch.float64))
+
+
+class Stream(nn.Module):
+    """A residual stream that two layers write to, one that writes to hidden units, and the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up = nn.Linear(5, 6), nn.Linear(6, 8)
+        self.down, self.last = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        found: Tensor = self.last(x + self.down(self.up(x).relu()))
+        return found
+
+
+def test_what_several_layers_add_to_and_what_is_returned_keep_the_posterior_mean() -> None:
+    model, x = Stream().eval(), torch.randn(4, 5)
+    spec = groups(model, (x,))
+    written = {n: axes for n, (axes, _) in refittable(model, spec, (x,)).items()}
+    assert set(written) == {"first.weight", "up.weight", "down.weight", "last.weight"}
+    assert sole_writers(written) == {"up.weight"}
+    del written["down.weight"]
+    assert sole_writers(written) == {"first.weight", "up.weight"}
 
 
 def rare(seed: int) -> nn.Module:

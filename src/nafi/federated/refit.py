@@ -39,13 +39,13 @@ from nafi.fusion import (
     bounded_sums,
     check_clients,
     layer_weights,
-    makes_neurons,
     merged_network,
     owned_outputs,
     pooled_deviation,
     pooled_fit,
     recurrent_weights,
     refittable,
+    sole_writers,
 )
 from nafi.graph import (
     ModelSpec,
@@ -93,10 +93,17 @@ class RefitState(State):
 
 @dataclass(frozen=True, eq=False)
 class _Layers:
-    """The layers that can be refitted, as they run; recurrent: those that read what they make."""
+    """The layers that can be refitted, as they run.
+
+    recurrent: those that read what they make; alone: those whose neurons no other layer adds to
+    """
 
     written: Mapping[str, Written]
     recurrent: frozenset[str]
+
+    @property
+    def alone(self) -> frozenset[str]:
+        return sole_writers({n: axes for n, (axes, _) in self.written.items()}) - self.recurrent
 
     @property
     def order(self) -> list[str]:
@@ -253,11 +260,6 @@ class MatchRefit(MatchThenAverage):
         where = self._layers(state).written[layer]
         return owned_outputs(where, spec.resized(self.architecture.spec.widths), places)
 
-    def _makes_neurons(self, state: RefitState, layer: str) -> bool:
-        """Whether a layer makes neurons, from what it did not make itself."""
-        layers = self._layers(state)
-        return layer not in layers.recurrent and makes_neurons(layers.written[layer][0])
-
     def _fitted(self, state: RefitState, updates: Iterable[Update], layer: str) -> State:
         """The layer fitted to what all clients sent."""
         request, sent, errors = self._request(layer), {}, torch.zeros(len(RIDGES))
@@ -275,7 +277,7 @@ class MatchRefit(MatchThenAverage):
         inputs = probing_inputs(self.architecture.example_inputs)
         with_bias = spec.tensors[layer].bias is not None
         change, shifts = pooled_fit(parts, owners, ridge=self._ridge(errors), with_bias=with_bias)
-        if with_bias and self._makes_neurons(state, layer):
+        if with_bias and layer in self._layers(state).alone:
             weights = layer_weights(model, inputs, layer)
             change, shifts = pooled_deviation(parts, owners, weights, change, shifts)
         weights, biases = add_to_layer(model, spec, inputs, layer, change, shifts)

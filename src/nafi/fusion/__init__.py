@@ -40,7 +40,7 @@ from nafi.fusion.networks import FusionWarning, Networks, prepare_networks
 from nafi.fusion.pooling import bounded_sums, pool_layers
 from nafi.fusion.probe import PROBE_LIMIT, made_up_count, read_probe
 from nafi.fusion.rebasin import Rebasin
-from nafi.fusion.recording import makes_neurons
+from nafi.fusion.recording import sole_writers
 from nafi.fusion.registry import METHODS, make_method, method_names, option_names
 from nafi.fusion.result import Agreement, Body, FusionResult, Scores
 from nafi.fusion.screen import CHANGES_AGREE, Screen, as_real
@@ -124,7 +124,6 @@ __all__ = [
     "layer_weights",
     "made_up_count",
     "make_method",
-    "makes_neurons",
     "measured_size",
     "merge_tensors",
     "merged_network",
@@ -142,6 +141,7 @@ __all__ = [
     "refittable",
     "ridge_errors",
     "screened_statistics",
+    "sole_writers",
     "solve_head",
     "statistics",
     "verdict",

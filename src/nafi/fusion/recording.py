@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -123,9 +123,22 @@ def written_axes(product: Product, spec: ModelSpec) -> tuple[tuple[Axis, ...], T
     return None if index is None else (axes, index)
 
 
-def makes_neurons(axes: Sequence[Axis]) -> bool:
-    """Whether what lies along these axes is neurons, and not what a network returns."""
-    return any(segment.groups for axis in axes for segment in axis)
+def sole_writers(written: Mapping[str, Sequence[Axis]]) -> frozenset[str]:
+    """The weights that make neurons which no other weight adds to.
+
+    written: weight -> the axes that its layer writes along. What a network returns is no neuron; a
+    residual stream and the gates of a recurrent layer have several writers.
+    """
+    groups = {
+        name: {group for axis in axes for segment in axis for group in segment.groups}
+        for name, axes in written.items()
+    }
+    writers = Counter(group for of_weight in groups.values() for group in of_weight)
+    return frozenset(
+        name
+        for name, of_weight in groups.items()
+        if of_weight and all(writers[g] == 1 for g in of_weight)
+    )
 
 
 def _written(product: Product, spec: ModelSpec) -> Activity | None:

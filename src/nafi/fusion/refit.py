@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nafi.fusion.held_out import held_out, numbers_of_rows, row_stretches
 from nafi.fusion.networks import Networks
 from nafi.fusion.probe import batch_size
-from nafi.fusion.recording import Recording, Use, makes_neurons, rows_of, written_axes
+from nafi.fusion.recording import Recording, Use, rows_of, sole_writers, written_axes
 from nafi.fusion.statistics import LayerFit, LayerStatistics, fit_layer, with_deviation
 from nafi.graph import Placements, Product, lift_axes, named_tensors, owned, watch
 
@@ -74,6 +74,7 @@ class _Fitting:
     """A run of the network in which its weights are replaced.
 
     count: inputs of the probe; stretches: how their rows lie, from `row_stretches`
+    alone: the weights that make neurons which no other weight adds to
     """
 
     networks: Networks
@@ -89,9 +90,12 @@ class _Fitting:
     collected: dict[str, list[LayerStatistics]] = field(default_factory=dict)
     spread: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     deviations: dict[str, Tensor] = field(default_factory=dict)
+    alone: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.kept |= self.reference.kept
+        written = self.reference.written.items()
+        self.alone = sole_writers({name: activity.axes for (name, _), activity in written})
 
     @property
     def reference(self) -> Recording:
@@ -146,7 +150,7 @@ class _Fitting:
             self.fits[name] = replace(before[-1], before=before[0].before)
             return
         before.append(fit)
-        if bias is not None and self.reference.uses[name] == 1 and self._makes_neurons(product):
+        if bias is not None and self.reference.uses[name] == 1 and name in self.alone:
             # A weight that is used several times would be fitted again and again for it.
             change, shifts = with_deviation(
                 rest + held_out, self.deviations[name], product.weights.double(), change, shifts
@@ -158,11 +162,6 @@ class _Fitting:
             self.fits[name] = replace(fit, before=before[0].before)
         if product.call:
             raise _RunAgainError
-
-    def _makes_neurons(self, product: Product) -> bool:
-        """Whether what a layer makes is neurons, and not what the network returns."""
-        where = written_axes(product, self.networks.spec)
-        return where is not None and makes_neurons(where[0])
 
     def _shift(self, product: Product, bias: Tensor, shifts: Tensor) -> None:
         """Let a bias be the merged one plus what the mean of its layer's outputs lacks."""
