@@ -252,7 +252,7 @@ def test_any_view_goes_with_any_experiment(file: Path) -> None:
     assert made["score"]
     assert bool(made["penalty"]) == ("sensitivity" in file.stem)
     # For layers of one width: of the MLPs.
-    assert bool(made["size"]) == file.stem.startswith(("mnist", "oneshot", "digits"))
+    assert bool(made["size"]) == file.stem.startswith(("mnist", "oneshot-deep", "digits"))
 
 
 def test_views_leave_out_what_they_are_not_made_for() -> None:
