@@ -44,6 +44,7 @@ from nafi.fusion import (
     bounded_sums,
     empty_head,
     layer_statistics,
+    pooled_deviation,
     pooled_fit,
     ridge_errors,
     solve_head,
@@ -205,6 +206,26 @@ def test_a_pooled_fit_is_least_squares_over_the_samples_of_the_owners(with_bias:
         expected = np.linalg.lstsq(h, z, rcond=None)[0]
         np.testing.assert_allclose(change[0, :, output], expected[:4], rtol=1e-6, atol=1e-8)
         np.testing.assert_allclose(shifts[0, output], expected[4] if with_bias else 0, atol=1e-8)
+
+
+def test_a_pooled_fit_varies_as_what_its_owners_compute() -> None:
+    """Against the samples of the owners of each output: their means, and their deviations."""
+    rows = [2 + torch.randn(1, n, 4, generator=drawn(), dtype=torch.float64) for n in (90, 120, 70)]
+    made = [torch.randn(1, h.shape[1], 3, generator=drawn(), dtype=torch.float64) for h in rows]
+    made = [z + h[:, :, :3] for h, z in zip(rows, made, strict=True)]
+    now = torch.randn(1, 4, 3, generator=drawn(), dtype=torch.float64)
+    parts = [LayerStatistics.of(h, z - h @ now) for h, z in zip(rows, made, strict=True)]
+    owned = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 0]], dtype=torch.bool)
+    fit = pooled_fit(parts, owned[:, None], ridge=0.1, with_bias=True)
+    change, shifts = pooled_deviation(parts, owned[:, None], now, *fit)
+    for output in range(3):
+        have = [s for s in range(3) if owned[s, output]]
+        h, z = (torch.cat([each[s][0] for s in have]) for each in (rows, made))
+        least = h @ (now + fit[0])[0, :, output]
+        found = h @ (now + change)[0, :, output] + shifts[0, output]
+        assert float(least.std()) < 0.95 * float(z[:, output].std())
+        torch.testing.assert_close(found.std(), z[:, output].std())
+        torch.testing.assert_close(found.mean(), z[:, output].mean())
 
 
 def test_an_output_that_nobody_owns_stays() -> None:
